@@ -1,0 +1,1 @@
+"""What a cluster costs: probes, link classes, fits and the saved profile."""

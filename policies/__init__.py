@@ -1,0 +1,1 @@
+"""What to do: the price of a schedule, the choice per block and the thresholds."""

@@ -1,0 +1,1 @@
+"""What a move is: layouts, planner, routes, schedule, execution and digest."""

@@ -1,0 +1,188 @@
+"""Boxes, flat ranges and strides: pure integers and NumPy, no torch.
+
+``flat_range_boxes((4, 6), 3, 15)`` cuts elements 3..14 of a flattened 4 x 6 tensor into boxes; ``intersect`` finds the
+overlaps of two families of boxes by a sweep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "boxes_overlap_volume",
+    "flat_range_boxes",
+    "intersect",
+    "merge_dims",
+    "row_major_strides",
+    "split_axis",
+    "split_boxes",
+]
+
+IntArray = NDArray[np.int64]
+#: Pairs that one step of ``intersect`` expands at a time, which bounds its memory.
+_PAIRS_AT_ONCE = 1 << 22
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Element strides of a contiguous tensor of ``shape``."""
+    strides, step = [0] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = step
+        step *= int(shape[axis])
+    return tuple(strides)
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[IntArray, IntArray]:
+    """Elements ``start``..``stop - 1`` of the flattened tensor as at most ``2 * nd - 1`` boxes in ascending flat order.
+
+    Returns (lo, shape), each (n, nd); an empty range gives n = 0. Raises ValueError outside the tensor.
+    """
+    dims = len(shape)
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"flat range {start}..{stop} outside a tensor of shape {tuple(shape)}")
+    boxes: list[tuple[list[int], list[int]]] = []
+
+    def cut(axis: int, prefix: list[int], first: int, last: int) -> None:
+        if first >= last:
+            return
+        if axis == dims:
+            boxes.append((list(prefix), [1] * dims))
+            return
+        row = math.prod(shape[axis + 1 :])
+        top, bottom = first // row, last // row
+        if first % row:
+            cut(axis + 1, [*prefix, top], first % row, min(last - top * row, row))
+            top += 1
+        if top < bottom:
+            rest = dims - axis - 1
+            boxes.append(
+                ([*prefix, top, *[0] * rest], [*[1] * axis, bottom - top, *[int(s) for s in shape[axis + 1 :]]])
+            )
+        if last % row and bottom >= top:
+            cut(axis + 1, [*prefix, bottom], 0, last % row)
+
+    cut(0, [], start, stop)
+    lo = np.array([box[0] for box in boxes], dtype=np.int64).reshape(len(boxes), dims)
+    size = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), dims)
+    return lo, size
+
+
+def _candidates(lo_a: IntArray, hi_a: IntArray, lo_b: IntArray, hi_b: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """For intervals on one axis: b ordered by lo, and for each a the range [first, last) there that may overlap."""
+    order = np.argsort(lo_b, kind="stable")
+    reach = np.maximum.accumulate(hi_b[order]) if len(order) else hi_b
+    first = np.searchsorted(reach, lo_a, side="right")
+    last = np.searchsorted(lo_b[order], hi_a, side="left")
+    return order, first, np.maximum(first, last)
+
+
+def intersect(
+    lo_a: IntArray, shape_a: IntArray, lo_b: IntArray, shape_b: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Every overlapping pair of a box of family a (n, nd) and one of family b (m, nd).
+
+    Returns (index in a, index in b, lo, shape) of the overlaps, sorted by (a, b). A sweep along the axis that leaves
+    the fewest candidates: never all pairs unless all overlap there.
+    """
+    dims = lo_a.shape[1]
+    if dims == 0:
+        pair = np.indices((len(lo_a), len(lo_b))).reshape(2, -1).astype(np.int64)
+        empty = np.zeros((pair.shape[1], 0), dtype=np.int64)
+        return pair[0], pair[1], empty, empty
+    hi_a, hi_b = lo_a + shape_a, lo_b + shape_b
+    best: tuple[IntArray, IntArray, IntArray] | None = None
+    for axis in range(dims):
+        found = _candidates(lo_a[:, axis], hi_a[:, axis], lo_b[:, axis], hi_b[:, axis])
+        if best is None or (found[2] - found[1]).sum() < (best[2] - best[1]).sum():
+            best = found
+    if best is None:
+        raise ValueError("no axis to sweep")
+    order, first, last = best
+    count = last - first
+    ends = np.cumsum(count)
+    parts: list[tuple[IntArray, IntArray]] = []
+    begin = 0
+    while begin < len(count):
+        done = int(ends[begin - 1]) if begin else 0
+        stop = max(begin + 1, int(np.searchsorted(ends, done + _PAIRS_AT_ONCE, side="right")))
+        ia = np.repeat(np.arange(begin, stop), count[begin:stop])
+        step = np.arange(len(ia)) - np.repeat(ends[begin:stop] - count[begin:stop] - done, count[begin:stop])
+        ib = order[first[ia] + step]
+        keep = ((lo_a[ia] < hi_b[ib]) & (lo_b[ib] < hi_a[ia])).all(axis=1)
+        parts.append((ia[keep], ib[keep]))
+        begin = stop
+    ia = np.concatenate([p[0] for p in parts]) if parts else np.zeros(0, dtype=np.int64)
+    ib = np.concatenate([p[1] for p in parts]) if parts else np.zeros(0, dtype=np.int64)
+    sort = np.lexsort((ib, ia))
+    ia, ib = ia[sort], ib[sort]
+    lo = np.maximum(lo_a[ia], lo_b[ib])
+    return ia, ib, lo, np.minimum(hi_a[ia], hi_b[ib]) - lo
+
+
+def boxes_overlap_volume(lo: IntArray, shape: IntArray) -> int:
+    """Elements that two boxes of one family share, summed over all pairs; 0 exactly when the boxes are disjoint."""
+    ia, ib, _, size = intersect(lo, shape, lo, shape)
+    return int(np.prod(size[ia < ib], axis=1, dtype=np.int64).sum())
+
+
+def split_axis(shape: IntArray, parts: int) -> IntArray:
+    """Axis along which to cut each box (n, nd) in ``parts``: the first long enough to cut evenly, else the longest."""
+    long_enough = shape >= 16 * parts
+    axis: IntArray = np.where(long_enough.any(axis=1), long_enough.argmax(axis=1), shape.argmax(axis=1))
+    return axis.astype(np.int64)
+
+
+def split_boxes(shape: IntArray, parts: int, part: int) -> tuple[IntArray, IntArray]:
+    """Band ``part`` of each box (n, nd) cut in ``parts`` nearly equal ones. Returns (start, shape) relative to the box.
+
+    Bands of boxes shorter than ``parts`` may have a shape with a zero.
+    """
+    start = np.zeros_like(shape)
+    size = shape.copy()
+    if parts > 1 and shape.shape[1]:
+        rows = np.arange(len(shape))
+        axis = split_axis(shape, parts)
+        extent = shape[rows, axis]
+        begin, end = part * extent // parts, (part + 1) * extent // parts
+        start[rows, axis] = begin
+        size[rows, axis] = end - begin
+    elif parts > 1 and part:
+        size = np.zeros_like(shape)
+    return start, size
+
+
+def merge_dims(shape: IntArray, src_stride: IntArray, dst_stride: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Fewest dims that describe the same copies: dims of size 1 dropped, neighbours contiguous on both sides merged.
+
+    Arrays are (n, nd) in and (n, k) out, k >= 1 the most dims any row needs; unused leading dims: shape 1, stride 0.
+    """
+    rows, dims = shape.shape
+    width = max(dims, 1)
+    out_shape = np.ones((rows, width), dtype=np.int64)
+    out_src, out_dst = np.zeros((rows, width), dtype=np.int64), np.zeros((rows, width), dtype=np.int64)
+    out_src[:, -1] = out_dst[:, -1] = 1
+    at = np.full(rows, width, dtype=np.int64)
+    for axis in range(dims - 1, -1, -1):
+        size, src, dst = shape[:, axis], src_stride[:, axis], dst_stride[:, axis]
+        live = np.flatnonzero(size != 1)
+        here = at[live]
+        fresh = here == width
+        inner = np.minimum(here, width - 1)
+        joins = (
+            ~fresh
+            & (src[live] == out_shape[live, inner] * out_src[live, inner])
+            & (dst[live] == out_shape[live, inner] * out_dst[live, inner])
+        )
+        joined = live[joins]
+        out_shape[joined, at[joined]] *= size[joined]
+        opened = live[~joins]
+        at[opened] -= 1
+        out_shape[opened, at[opened]] = size[opened]
+        out_src[opened, at[opened]] = src[opened]
+        out_dst[opened, at[opened]] = dst[opened]
+    first = min(int(at.min()) if rows else width - 1, width - 1)
+    return out_shape[:, first:], out_src[:, first:], out_dst[:, first:]

@@ -1,0 +1,342 @@
+"""Schedule: which segment travels in which round. Frozen data; what executors run and what prices are made of.
+
+``build_schedule(plan, topology, route, bucket_bytes)`` cuts the tensors into buckets, picks balanced hubs, and lets
+stage one of bucket b travel in round b together with stage two of bucket b - 1. Pure NumPy; the same on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaymeter.errors import InputError
+from relaymeter.relayout.hubs import HubRequest, assign_hubs
+from relaymeter.relayout.layout import TensorSpec
+from relaymeter.relayout.planner import ClassPlan, MovePlan
+from relaymeter.relayout.routes import DIRECT, RELAY, ROUTES, Transfers, transfers
+from relaymeter.relayout.segments import DIRECT_MIN_BYTES, PART_ALIGN, RoundLoads, SegmentTable
+from relaymeter.relayout.topology import Topology
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "Schedule", "build_schedule"]
+
+IntArray = NDArray[np.int64]
+
+#: Bytes that a bucket may send from, or bring to, any one rank when moved direct.
+DEFAULT_BUCKET_BYTES = 8 << 20
+_VERSION = "relaymeter-schedule-1"
+_EXECUTORS = ("send-recv", "all-to-all")
+
+
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """One band of a plan class: the same transfers for ``tensor`` (u) in ``bucket`` (u), with ``hub`` slots (u, g)."""
+
+    plan: ClassPlan
+    route: NDArray[np.int8]
+    tensor: IntArray
+    bucket: IntArray
+    hub: NDArray[np.int16]
+
+    @cached_property
+    def tables(self) -> tuple[Transfers, ...]:
+        """Transfers of the routes that this unit uses, in order of route code."""
+        return tuple(transfers(self.plan, code, self.route == code) for code in np.unique(self.route).tolist())
+
+    def active(self, table: Transfers) -> NDArray[np.bool_]:
+        """Which rows happen for which tensor (u, n)."""
+        always = np.broadcast_to(table.hub < 0, (len(self.tensor), len(table.hub)))
+        if not (table.hub >= 0).any():
+            return always
+        chosen: NDArray[np.bool_] = always | (self.hub[:, table.group] == table.hub)
+        return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A move cut into rounds: ``rounds`` exchanges, one more than ``buckets`` where any block has two stages."""
+
+    plan: MovePlan
+    topology: Topology
+    bucket_bytes: int
+    buckets: int
+    rounds: int
+    units: tuple[_Unit, ...]
+    input_hash: bytes
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """TensorSpec of every tensor, indexed by SegmentTable.tensor."""
+        return self.plan.tensors
+
+    def segments_for(self, rank: int) -> SegmentTable:
+        """Rows that ``rank`` sends or receives, in canonical order."""
+        return self._segments(rank)
+
+    @cached_property
+    def all_segments(self) -> SegmentTable:
+        """Rows of all ranks, in canonical order. For tests and small clusters."""
+        return self._segments(None)
+
+    def _segments(self, rank: int | None) -> SegmentTable:
+        found: list[tuple[SegmentTable, IntArray]] = []
+        for number, unit in enumerate(self.units):
+            for code, table in enumerate(unit.tables):
+                order = np.arange(len(table.group))
+                if rank is not None:
+                    mine = (table.src_rank == rank) | (table.dst_rank == rank)
+                    table, order = table.take(mine), order[mine]
+                which, row = np.nonzero(unit.active(table))
+                stage = table.stage[row]
+                rows = SegmentTable(
+                    tensor=unit.tensor[which],
+                    round=unit.bucket[which] + stage - 1,
+                    stage=stage,
+                    src_rank=table.src_rank[row],
+                    dst_rank=table.dst_rank[row],
+                    src_space=table.src_space[row],
+                    src_offset=table.src_offset[row],
+                    dst_offset=table.dst_offset[row],
+                    shape=table.shape[row],
+                    src_stride=table.src_stride[row],
+                    dst_stride=table.dst_stride[row],
+                )
+                found.append((rows, (np.int64(number) * len(ROUTES) + code) * (1 << 40) + order[row]))
+        if not found:
+            return SegmentTable.empty()
+        width = max((rows.shape.shape[1] for rows, _ in found), default=1)
+        merged = SegmentTable.concat([_widen(rows, width) for rows, _ in found])
+        last = np.concatenate([order for _, order in found])
+        keys = (last, merged.tensor, merged.stage, merged.dst_rank, merged.src_rank, merged.round)
+        return merged.take(np.lexsort(keys))
+
+    def loads(self, executor: str) -> RoundLoads:
+        """What the schedule asks of the cluster under ``executor`` (``"send-recv"`` or ``"all-to-all"``)."""
+        if executor not in _EXECUTORS:
+            raise InputError(f"executor {executor!r} is not one of {', '.join(_EXECUTORS)}")
+        if executor not in self._loads:
+            self._loads[executor] = self._compute_loads(executor)
+        return self._loads[executor]
+
+    @cached_property
+    def _loads(self) -> dict[str, RoundLoads]:
+        return {}
+
+    def _compute_loads(self, executor: str) -> RoundLoads:
+        world = self.topology.world_size
+        keys: list[IntArray] = []
+        values: list[NDArray[np.float64]] = []
+        for unit in self.units:
+            buckets, place = np.unique(unit.bucket, return_inverse=True)
+            for table in unit.tables:
+                stats = _transfer_stats(table, unit.plan.itemsize, executor)
+                pair = ((table.stage - 1) * world + table.src_rank) * world + table.dst_rank
+                pairs, where = np.unique(pair, return_inverse=True)
+                if (table.hub >= 0).any():
+                    times = np.zeros((len(buckets), len(table.group)))
+                    np.add.at(times, place, unit.active(table).astype(np.float64))
+                else:
+                    times = np.broadcast_to(
+                        np.bincount(place).astype(np.float64)[:, None], (len(buckets), len(table.group))
+                    )
+                for slot, bucket in enumerate(buckets.tolist()):
+                    weight = times[slot]
+                    total = [np.bincount(where, weights=weight * column, minlength=len(pairs)) for column in stats]
+                    rounds = bucket + pairs // (world * world)
+                    keys.append(rounds * world * world + pairs % (world * world))
+                    values.append(np.column_stack(total) if len(pairs) else np.zeros((0, 6)))
+        key = np.concatenate(keys) if keys else np.zeros(0, dtype=np.int64)
+        unique, inverse = np.unique(key, return_inverse=True)
+        table_of = np.concatenate(values) if values else np.zeros((0, 6))
+        sums = [np.bincount(inverse, weights=table_of[:, c], minlength=len(unique)).astype(np.int64) for c in range(6)]
+        used = sums[0] > 0
+        unique, sums = unique[used], [column[used] for column in sums]
+        total_bytes, own, pack_bytes, pack_segments, unpack_bytes, unpack_segments = sums
+        src, dst = unique // world % world, unique % world
+        packed = (pack_segments + unpack_segments > 0) & (src != dst)
+        return RoundLoads(
+            rounds=self.rounds,
+            round=unique // (world * world),
+            src=src,
+            dst=dst,
+            bytes=total_bytes,
+            messages=own + packed,
+            pack_bytes=pack_bytes,
+            pack_segments=pack_segments,
+            unpack_bytes=unpack_bytes,
+            unpack_segments=unpack_segments,
+        )
+
+    @cached_property
+    def bytes_cross_node(self) -> int:
+        """Payload bytes that the schedule sends between nodes, padding left out."""
+        return self._planned_bytes[0]
+
+    @cached_property
+    def bytes_in_node(self) -> int:
+        """Payload bytes sent between ranks of one node, copies within a rank left out."""
+        return self._planned_bytes[1]
+
+    @cached_property
+    def bytes_total(self) -> int:
+        """Bytes of the destination layout that the move writes, every replica counted."""
+        plan = self.plan
+        return sum(int((c.elements * c.fanout).sum()) * c.itemsize * len(c.tensors) for c in plan.classes)
+
+    @cached_property
+    def _planned_bytes(self) -> tuple[int, int]:
+        node = self.topology.node_array
+        far = near = 0
+        for unit in self.units:
+            for table in unit.tables:
+                size = np.prod(table.shape, axis=1, dtype=np.int64) * unit.plan.itemsize
+                times = unit.active(table).sum(axis=0)
+                crosses = node[table.src_rank] != node[table.dst_rank]
+                far += int((size * times)[crosses].sum())
+                near += int((size * times)[~crosses & (table.src_rank != table.dst_rank)].sum())
+        return far, near
+
+    def messages(self, executor: str) -> int:
+        """Messages that all ranks together send under ``executor``."""
+        return int(self.loads(executor).messages.sum())
+
+    def peak_bytes(self, rank: int, executor: str) -> int:
+        """Predicted bytes of send and receive buffers on ``rank`` in its fullest round, beyond the two layouts."""
+        loads = self.loads(executor)
+        per_round = np.zeros(self.rounds + 1, dtype=np.int64)
+        for mine, column in ((loads.src == rank, loads.pack_bytes), (loads.dst == rank, loads.unpack_bytes)):
+            mine = mine & (loads.src != loads.dst)
+            per_round += np.bincount(loads.round[mine], weights=column[mine], minlength=len(per_round)).astype(np.int64)
+        return int(per_round.max())
+
+
+def _widen(rows: SegmentTable, width: int) -> SegmentTable:
+    missing = width - rows.shape.shape[1]
+    if not missing:
+        return rows
+    pad = np.zeros((len(rows), missing), dtype=np.int64)
+    shape, src, dst = (
+        np.concatenate([p, a], axis=1)
+        for p, a in ((pad + 1, rows.shape), (pad, rows.src_stride), (pad, rows.dst_stride))
+    )
+    flat = (rows.tensor, rows.round, rows.stage, rows.src_rank, rows.dst_rank, rows.src_space, rows.src_offset)
+    return SegmentTable(*flat, rows.dst_offset, shape, src, dst)
+
+
+def _transfer_stats(table: Transfers, itemsize: int, executor: str) -> list[NDArray[np.float64]]:
+    """Per row: bytes on the wire, messages of its own, pack bytes, pack segments, unpack bytes, unpack segments."""
+    size = np.prod(table.shape, axis=1, dtype=np.int64)
+    nbytes = size * itemsize
+    whole = (table.shape[:, -1] == size) & (table.src_stride[:, -1] == 1) & (table.dst_stride[:, -1] == 1)
+    local = table.src_rank == table.dst_rank
+    own = whole & (nbytes >= DIRECT_MIN_BYTES) & ~local if executor == "send-recv" else np.zeros(len(size), dtype=bool)
+    padded = -(-nbytes // PART_ALIGN) * PART_ALIGN
+    packed = ~own & ~local
+    pack = np.where(packed, padded, 0)
+    wire = np.where(packed, padded, nbytes)
+    return [column.astype(np.float64) for column in (wire, own, pack, packed, pack, packed)]
+
+
+def build_schedule(
+    plan: MovePlan, topology: Topology, route: NDArray[np.int8], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Schedule:
+    """Cut ``plan`` into buckets and rounds with the route of every group (codes of ``routes.ROUTES``, in the order of
+    ``routes.block_groups``; groups without a choice go direct whatever their code).
+
+    ``bucket_bytes`` bounds what a bucket sends from or brings to any one rank when direct; a tensor larger than that is
+    cut into bands. Raises InputError on a route array of the wrong length or an unknown code. Pure.
+    """
+    if len(route) != int(plan.group_start[-1]) or bool(((route < 0) | (route >= len(ROUTES))).any()):
+        raise InputError(f"a route array of {int(plan.group_start[-1])} codes from 0 to {len(ROUTES) - 1} is needed")
+    if bucket_bytes < 1:
+        raise InputError(f"bucket of {bucket_bytes} bytes: give at least 1")
+    node = topology.node_array
+    bands: list[list[ClassPlan]] = []
+    loads: list[list[NDArray[np.float64]]] = []
+    codes: list[NDArray[np.int8]] = []
+    class_of = np.zeros(len(plan.tensors), dtype=np.int64)
+    for index, found in enumerate(plan.classes):
+        class_of[found.tensors] = index
+        mine = route[int(plan.group_start[index]) : int(plan.group_start[index + 1])]
+        choice = (node[found.group_src] != found.group_node) & (found.fanout >= 2)
+        codes.append(np.where(choice, mine, DIRECT).astype(np.int8))
+        parts = max(1, -(-int(_rank_loads(found, topology).max(initial=0)) // bucket_bytes))
+        bands.append([found.cut(parts, part) for part in range(parts)])
+        loads.append([_rank_loads(band, topology) for band in bands[-1]])
+    members, buckets = _fill_buckets(class_of, loads, bucket_bytes, 2 * topology.world_size)
+    units = []
+    for index in range(len(plan.classes)):
+        for part, band in enumerate(bands[index]):
+            tensor, bucket = members[index, part]
+            code = codes[index][band.group]
+            hub = np.zeros((len(tensor), len(band.group)), dtype=np.int16)
+            units.append(_Unit(band, code, tensor, bucket, hub))
+    _balance_hubs(units, topology, buckets)
+    two_stages = any(bool((unit.route != DIRECT).any()) for unit in units)
+    digest = hashlib.sha256(repr((_VERSION, bucket_bytes, topology.node, topology.nic)).encode() + plan.input_hash)
+    for code in codes:
+        digest.update(code.tobytes())
+    return Schedule(plan, topology, bucket_bytes, buckets, buckets + int(two_stages), tuple(units), digest.digest())
+
+
+def _rank_loads(plan: ClassPlan, topology: Topology) -> NDArray[np.float64]:
+    """Bytes that one tensor of the class sends from each rank, then brings to each rank (2 * world)."""
+    world = topology.world_size
+    size = np.prod(plan.shape, axis=1, dtype=np.int64) * float(plan.itemsize)
+    size = np.where(plan.src_rank == plan.dst_rank, 0.0, size)
+    out = np.bincount(plan.src_rank, weights=size, minlength=world)
+    return np.concatenate([out, np.bincount(plan.dst_rank, weights=size, minlength=world)])
+
+
+def _fill_buckets(
+    class_of: IntArray, loads: list[list[NDArray[np.float64]]], bucket_bytes: int, width: int
+) -> tuple[dict[tuple[int, int], tuple[IntArray, IntArray]], int]:
+    """Put bands of tensors into buckets in order; one closes before any rank's load would pass ``bucket_bytes``."""
+    placed: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for index, bands in enumerate(loads):
+        for part in range(len(bands)):
+            placed[index, part] = ([], [])
+    bucket, filled = 0, np.zeros(width)
+    for tensor, index in enumerate(class_of.tolist()):
+        for part, load in enumerate(loads[index]):
+            grown = filled + load
+            if grown.max(initial=0) > bucket_bytes and filled.max(initial=0) > 0:
+                bucket, grown = bucket + 1, load
+            filled = grown
+            placed[index, part][0].append(tensor)
+            placed[index, part][1].append(bucket)
+    arrays = {key: (np.asarray(t, dtype=np.int64), np.asarray(b, dtype=np.int64)) for key, (t, b) in placed.items()}
+    return arrays, bucket + 1
+
+
+def _balance_hubs(units: list[_Unit], topology: Topology, buckets: int) -> None:
+    """Choose the hub of every relayed group so that each bucket's bytes are balanced over the NICs of the node."""
+    relayed = [unit for unit in units if (unit.route == RELAY).any()]
+    if not relayed:
+        return
+    world, node = topology.world_size, topology.node_array
+    start = np.zeros((buckets, world))
+    for unit in units:
+        for code, table in zip(np.unique(unit.route).tolist(), unit.tables, strict=True):
+            if code == RELAY:
+                continue
+            far = (table.stage == 1) & (node[table.src_rank] != node[table.dst_rank])
+            size = np.prod(table.shape[far], axis=1, dtype=np.int64) * float(unit.plan.itemsize)
+            per_rank = np.bincount(table.dst_rank[far], weights=size, minlength=world)
+            np.add.at(start, unit.bucket, per_rank[None, :])
+    requests: list[HubRequest] = []
+    rows: list[IntArray] = []
+    for number, unit in enumerate(relayed):
+        alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        for row in np.flatnonzero(unit.route == RELAY).tolist():
+            key = (tuple(unit.plan.members(row).tolist()), int(unit.plan.elements[row]) * unit.plan.itemsize)
+            alike.setdefault(key, []).append(row)
+        for (members, size), found in alike.items():
+            requests.append(HubRequest(unit=number, groups=len(found), members=members, bytes=size))
+            rows.append(np.asarray(found, dtype=np.int64))
+    slots = assign_hubs(requests, [unit.bucket for unit in relayed], start, topology)
+    for request, found_rows, chosen in zip(requests, rows, slots, strict=True):
+        relayed[request.unit].hub[:, found_rows] = chosen

@@ -1,0 +1,234 @@
+"""The versioned rows that commands write, and the strict JSON and files they are written as.
+
+``MoveRecord(...).to_dict()`` is one row; ``write_text(path, text)`` creates a file whole and never over another one.
+Numbers carry their unit in their name; not-a-number and infinity become null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from relaymeter.errors import InputError
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "MoveRecord",
+    "check_target",
+    "dump_json",
+    "dump_lines",
+    "load_json",
+    "median_interval",
+    "read_records",
+    "write_text",
+]
+
+#: Version of the rows below. A reader refuses rows of another version.
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveRecord:
+    """One row of ``run``: one move by one route in one launch. A value that was not measured is None."""
+
+    schema_version: int = SCHEMA_VERSION
+    utc: str
+    """When the launch began, ISO 8601 in UTC."""
+    machine_id: str
+    """Hash of the environment that matters to a measurement: the profile's fingerprint."""
+    launch_id: str
+    """Shared by the rows of one launch."""
+    commit: str | None
+    """Source revision, with ``-dirty`` where files differ from it; None outside a checkout."""
+    profile_mismatch: tuple[str, ...] = ()
+    """Fingerprint entries in which the profile differs from this machine (only with ``--allow-mismatch``)."""
+    shaped: bool
+    """Whether the NICs' rates were held by the kernel (cluster in a box)."""
+    scenario: str
+    move: str
+    route: str
+    """``direct``, ``relay``, ``spread``, or ``chosen`` for the per-class routes that the policy picked."""
+    chosen: bool
+    """Whether this row ran exactly the routes that the policy picked."""
+    route_bytes: Mapping[str, int]
+    """Destination bytes by the route that carried them, for this row."""
+    planner: str
+    executor: str
+    ranks: int
+    nodes: int
+    bucket_bytes: int
+    rounds: int
+    bytes_total: int
+    """Destination bytes, each replica counted."""
+    bytes_in_node: int
+    bytes_cross_node: int
+    """Planned payload between nodes."""
+    wire_cross_node_bytes: int | None
+    """What the kernel counted leaving the NICs for other nodes, median over the repeats; None where nothing counts."""
+    messages: int
+    plan_s: float
+    predicted_s: float | None
+    predicted_low_s: float | None
+    predicted_high_s: float | None
+    measured_s: float | None
+    """Pack, communicate and unpack: maximum over the ranks, median over the repeats."""
+    measured_low_s: float | None
+    measured_high_s: float | None
+    error: float | None
+    """Predicted over measured, less one."""
+    samples_s: tuple[tuple[float, ...], ...]
+    """Raw samples: per repeat, one value per rank."""
+    digest_s: float | None
+    """Digest of source and destination after one move, maximum over the ranks, median over the repeats."""
+    bound_s: float
+    bound_by: str
+    peak_bytes: int | None
+    """Largest buffer memory of a rank while moving, storages not counted."""
+    peak_predicted_bytes: int
+    digest_version: int
+    digest_passed: int
+    """Tensor copies whose digest matched, over all repeats."""
+    digest_total: int
+    mismatch: str | None = None
+    """Tensor and element range of the first wrong bits."""
+    verdict: str
+    ok: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict with every field, in order."""
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> MoveRecord:
+        """The row that ``to_dict`` wrote. Raises InputError for another version and for unknown or missing fields."""
+        version = entry.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise InputError(f"record of schema_version {version!r}: this version reads {SCHEMA_VERSION}")
+        names = {field.name for field in fields(cls)}
+        if set(entry) != names:
+            raise InputError(
+                f"record does not have the expected fields: {', '.join(sorted(set(entry) ^ names))} differ"
+            )
+        values = dict(entry)
+        values["samples_s"] = tuple(tuple(sample) for sample in entry["samples_s"])
+        values["profile_mismatch"] = tuple(entry["profile_mismatch"])
+        return cls(**values)
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Median of ``samples`` with a distribution-free interval from order statistics.
+
+    The interval is the narrowest symmetric pair of ranked samples that holds the median with ``confidence``
+    (binomial count of samples below it); with fewer than 6 samples no pair reaches 95 % and it is the whole range.
+    Raises InputError without samples.
+    """
+    ranked = sorted(samples)
+    count = len(ranked)
+    if not count:
+        raise InputError("no samples: a median needs at least one")
+    median = (ranked[(count - 1) // 2] + ranked[count // 2]) / 2
+    low = 0
+    for cut in range(count // 2):
+        outside = 2 * sum(math.comb(count, k) for k in range(cut + 1)) / 2**count
+        if outside > 1 - confidence:
+            break
+        low = cut
+    return median, ranked[low], ranked[count - 1 - low]
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, bool) or value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, Iterable):
+        return [_plain(entry) for entry in value]
+    raise TypeError(f"{type(value).__name__} has no JSON form here")
+
+
+def dump_json(value: Any, *, indent: int | None = 2) -> str:
+    """Strict JSON text with a newline at the end; not-a-number and infinity become null."""
+    return json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n"
+
+
+def dump_lines(rows: Iterable[MoveRecord]) -> str:
+    """JSON Lines: one row a line."""
+    return "".join(dump_json(row.to_dict(), indent=None) for row in rows)
+
+
+def load_json(path: Path, what: str) -> Any:
+    """The JSON value in ``path``. ``what`` names it in errors. Raises InputError (missing, unreadable, malformed)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {what} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} {path} is not a text file in UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{what} {path} is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
+
+
+def read_records(path: Path) -> list[MoveRecord]:
+    """The rows of a JSON Lines file. Raises InputError naming the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read records {path}: {error.strerror}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(MoveRecord.from_dict(json.loads(line)))
+        except (json.JSONDecodeError, InputError, AttributeError) as error:
+            raise InputError(f"records {path}, line {number}: {error}") from error
+    return rows
+
+
+def check_target(path: Path, *, force: bool = False) -> None:
+    """Refuse early what ``write_text`` would refuse after the work is done. Raises InputError; writes nothing."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: name a file in it")
+    if path.exists() and not force:
+        raise InputError(f"{path} exists: choose another name, or add --force to replace it")
+    if not path.parent.is_dir():
+        raise InputError(f"folder {path.parent} does not exist: make it first (mkdir -p {path.parent})")
+
+
+def write_text(path: Path, text: str, *, force: bool = False) -> None:
+    """Write ``path`` whole: to a new file beside it, then into place. Raises InputError where it exists (no ``force``)."""
+    check_target(path, force=force)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        if force:
+            os.replace(name, path)
+            return
+        try:
+            os.link(name, path)
+        except FileExistsError as error:
+            raise InputError(f"{path} exists: choose another name, or add --force to replace it") from error
+        os.unlink(name)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

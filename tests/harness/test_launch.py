@@ -1,0 +1,275 @@
+"""The launcher: environment of the ranks, verdict on their ends, and that nothing outlives it. No torch, no root."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relaymeter.errors import InputError
+from relaymeter.harness.launch import ClusterSpec, LaunchResult, RankEnd, already_in_world, launch, verdict
+
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+rank = int(os.environ["RANK"])
+action, _, value = sys.argv[1 + rank % (len(sys.argv) - 1)].partition(":")
+if action == "exit":
+    print(f"rank {rank} says why", file=sys.stderr)
+    sys.exit(int(value))
+if action == "environment":
+    pathlib.Path(value, f"{rank}.json").write_text(json.dumps(dict(os.environ)))
+if action == "child":
+    import subprocess
+    pathlib.Path(value).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+if action == "wait":
+    pathlib.Path(value, f"{rank}.pid").write_text(str(os.getpid()))
+    time.sleep(60)
+if action == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+if action == "until":
+    while not pathlib.Path(value).exists():
+        time.sleep(0.02)
+    sys.exit(7)
+"""
+PLAIN = ClusterSpec(nodes=2, ranks_per_node=1, shape=False)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., LaunchResult]:
+    (tmp_path / "standin.py").write_text(STAND_IN)
+
+    def run(*actions: str, cluster: ClusterSpec = PLAIN, **options: object) -> LaunchResult:
+        options = {"time_limit_s": 30.0, "env": {"PYTHONPATH": str(tmp_path)}, **options}
+        return launch(list(actions), cluster, log_dir=tmp_path / "logs", module="standin", **options)  # type: ignore[arg-type]
+
+    return run
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone_within(seconds: float, pids: list[int]) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 20
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def end(code: int | None = None, number: int | None = None, ended: bool = False) -> RankEnd:
+    return RankEnd(0, 1, code, number, ended, 0.1, Path("log"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "timed_out", "expected"),
+    [
+        ([end(0), end(0)], False, 0),
+        ([end(7), end(6)], False, 6),
+        ([end(number=signal.SIGKILL), end(2)], False, 7),
+        ([end(number=signal.SIGSEGV), end(6)], False, 6),
+        ([end(3), end(2)], False, 2),
+        ([end(5), end(4)], False, 4),
+        ([end(1), end(5)], False, 5),
+        ([end(1)], True, 124),
+        ([end(124), end(1)], False, 124),
+        ([end(number=signal.SIGKILL, ended=True), end(0)], True, 124),
+        ([end(number=signal.SIGTERM, ended=True), end(1)], False, 1),
+        ([end(6, ended=True)], True, 6),
+        ([end(77)], False, 1),
+    ],
+)
+def test_the_worst_end_of_a_rank_decides_the_verdict(ends: list[RankEnd], timed_out: bool, expected: int) -> None:
+    assert verdict(ends, timed_out) == expected
+
+
+def test_ranks_get_the_environment_of_torch_distributed(
+    start: Callable[..., LaunchResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    import json
+
+    cluster = ClusterSpec(nodes=2, ranks_per_node=2, shape=False)
+    result = start(f"environment:{tmp_path}", cluster=cluster)
+    assert (result.exit_code, result.in_box, result.report()) == (0, False, "")
+    environments = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert [env["RANK"] for env in environments] == ["0", "1", "2", "3"]
+    assert [env["LOCAL_RANK"] for env in environments] == ["0", "1", "0", "1"]
+    assert [env["RELAYMETER_PLACE"] for env in environments] == ["0:0", "0:1", "1:2", "1:3"]
+    assert len({env["MASTER_PORT"] for env in environments}) == 1
+    for env in environments:
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["LOCAL_SIZE"]) == ("4", "2", "2")
+        assert (env["MASTER_ADDR"], env["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+        assert (env["OMP_NUM_THREADS"], env["PYTHONUNBUFFERED"]) == ("1", "1")
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+
+
+def test_failures_are_gathered_and_printed_once_worst_first(
+    start: Callable[..., LaunchResult], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = start("exit:2", "exit:6")
+    assert result.exit_code == 6
+    printed = capsys.readouterr().err
+    assert printed == result.report()
+    assert printed.index("[rank 1] exit code 6") < printed.index("[rank 0] exit code 2")
+    assert printed.count("[rank 1] rank 1 says why") == 1
+
+
+def test_equal_failures_share_one_report() -> None:
+    ends = tuple(RankEnd(rank, rank, 2, None, False, 0.1, Path(f"rank{rank}.log")) for rank in range(3))
+    result = LaunchResult(2, ends, False, False, False, None, 0.2, {0: "bad value", 1: "bad value", 2: "other"})
+    assert "[ranks 0, 1] bad value" in result.report()
+    assert "[rank 2] other" in result.report()
+
+
+def test_a_killed_rank_is_a_lost_rank(start: Callable[..., LaunchResult], tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+
+    def kill(pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGKILL)
+        flag.touch()
+
+    result = start(f"until:{flag}", "wait:/nowhere", on_started=kill)
+    assert (result.exit_code, result.ranks[0].code, result.ranks[1].signal) == (7, 7, signal.SIGKILL)
+    assert "killed by SIGKILL" in result.report()
+    assert gone_within(0, [rank.pid for rank in result.ranks])
+
+
+def test_the_others_are_ended_when_their_grace_is_over(start: Callable[..., LaunchResult]) -> None:
+    result = start("stubborn", "exit:3", grace_s=0.3)
+    assert result.exit_code == 3
+    assert result.ranks[0].ended_by_launcher
+    assert result.ranks[0].signal == signal.SIGKILL  # it ignored SIGTERM
+    assert result.seconds < 15
+
+
+def test_a_frozen_rank_is_killed_as_soon_as_the_others_have_ended(
+    start: Callable[..., LaunchResult], tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+
+    def freeze(pids: list[int]) -> None:
+        os.kill(pids[0], signal.SIGSTOP)
+        flag.touch()
+
+    result = start("stubborn", f"until:{flag}", on_started=freeze, grace_s=60.0)
+    assert result.exit_code == 7
+    assert result.ranks[0].ended_by_launcher
+    assert result.ranks[0].signal == signal.SIGKILL
+    assert result.seconds < 15
+
+
+def test_the_time_limit_ends_every_rank(start: Callable[..., LaunchResult], tmp_path: Path) -> None:
+    pids: list[int] = []
+    result = start(f"wait:{tmp_path}", time_limit_s=1.0, on_started=pids.extend)
+    assert (result.exit_code, result.timed_out) == (124, True)
+    assert "time limit" in result.report()
+    assert len(pids) == 2
+    assert gone_within(0, pids)
+
+
+def test_what_a_rank_has_started_ends_with_it(start: Callable[..., LaunchResult], tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    assert start(f"child:{note}", "exit:0").exit_code == 0
+    assert gone_within(2, [int(note.read_text())])
+
+
+def test_a_failing_hook_leaves_no_rank(start: Callable[..., LaunchResult], tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def fail(started: list[int]) -> None:
+        pids.extend(started)
+        raise RuntimeError("hook")
+
+    with pytest.raises(RuntimeError, match="hook"):
+        start(f"wait:{tmp_path}", on_started=fail)
+    assert gone_within(0, pids)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_its_launcher(number: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "standin.py").write_text(STAND_IN)
+    program = (
+        "import sys, pathlib; from relaymeter.harness.launch import ClusterSpec, launch\n"
+        f"here = pathlib.Path({str(tmp_path)!r})\n"
+        "sys.exit(launch([f'wait:{here}'], ClusterSpec(nodes=2, ranks_per_node=1, shape=False), time_limit_s=60,\n"
+        "    log_dir=here / 'logs', env={'PYTHONPATH': str(here)}, module='standin').exit_code)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as launcher:
+        pids = [int(wait_for(tmp_path / f"{rank}.pid")) for rank in range(2)]
+        launcher.send_signal(number)
+        assert launcher.wait(20) == code
+    assert gone_within(5, pids)
+
+
+def test_where_no_box_can_be_made_the_ranks_run_on_loopback(
+    start: Callable[..., LaunchResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relaymeter.harness import launch as module
+    from relaymeter.harness.box import BoxUnavailable
+
+    def refuse(_: object) -> None:
+        raise BoxUnavailable("not root")
+
+    monkeypatch.setattr(module, "Box", refuse)
+    result = start("exit:0", cluster=ClusterSpec(nodes=2, ranks_per_node=1, shape=True))
+    assert (result.exit_code, result.in_box, result.reason) == (0, False, "not root")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "1"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, ("torchrun", 1, 4, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, None)),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3", "SLURM_STEP_ID": "0"}, ("srun", 3, 8, 3)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_ID": str(0xFFFFFFFB)}, None),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, ("mpirun", 2, 4, None)),
+    ],
+)
+def test_a_world_that_a_launcher_made_is_noticed(
+    environment: dict[str, str], expected: tuple[str, int, int, int | None] | None
+) -> None:
+    hint = already_in_world(environment)
+    assert (hint and (hint.launcher, hint.rank, hint.world_size, hint.local_rank)) == expected
+
+
+@pytest.mark.parametrize("rank", ["4", "-1", "one"])
+def test_a_rank_outside_its_world_is_refused(rank: str) -> None:
+    with pytest.raises(InputError, match=f"RANK={rank} and WORLD_SIZE=4"):
+        already_in_world({"RANK": rank, "WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({"nodes": 0, "ranks_per_node": 2}, "0 x 2"),
+        ({"nodes": 2, "ranks_per_node": 2, "nic_per": "gpu"}, "rank, node"),
+        ({"nodes": 2, "ranks_per_node": 2, "nic_rate_bytes_per_s": 0.0}, "8kbit"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(numbers: dict[str, int], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        ClusterSpec(**numbers)  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def assign_hubs(
         added = np.bincount(chosen, minlength=len(members)) * float(request.bytes)
         rank_load[members] += added
         total[members] += added
-        np.add.at(nic_load, nic[members], added)
+        nic_load += np.bincount(nic[members], weights=added, minlength=len(nic_load))
         slots[number][places] = chosen.reshape(len(places), request.groups)
     return slots
 

@@ -136,12 +136,11 @@ class Schedule:
                 pair = ((table.stage - 1) * world + table.src_rank) * world + table.dst_rank
                 pairs, where = np.unique(pair, return_inverse=True)
                 if (table.hub >= 0).any():
-                    times = np.zeros((len(buckets), len(table.group)))
-                    np.add.at(times, place, unit.active(table).astype(np.float64))
+                    first = np.flatnonzero(np.diff(unit.bucket, prepend=-1))  # a unit's buckets ascend
+                    times = np.add.reduceat(unit.active(table), first, axis=0, dtype=np.float64)
                 else:
-                    times = np.broadcast_to(
-                        np.bincount(place).astype(np.float64)[:, None], (len(buckets), len(table.group))
-                    )
+                    often = np.bincount(place).astype(np.float64)
+                    times = np.broadcast_to(often[:, None], (len(buckets), len(table.group)))
                 for slot, bucket in enumerate(buckets.tolist()):
                     weight = times[slot]
                     total = [np.bincount(where, weights=weight * column, minlength=len(pairs)) for column in stats]

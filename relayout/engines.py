@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,17 @@ from relaymeter.errors import InputError, LayoutError, MoveTimeout
 from relaymeter.relayout import placements
 from relaymeter.relayout.layout import Layout, TensorSpec
 
-__all__ = ["describe_zero3", "layout_from_description", "share_layout", "zero3_layout", "zero3_storage"]
+__all__ = ["KeyStore", "describe_zero3", "layout_from_description", "share_layout", "zero3_layout", "zero3_storage"]
+
+
+class KeyStore(Protocol):
+    """What is needed of a ``torch.distributed`` store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
 
 def _parameters(engine: Any) -> dict[str, Any]:
@@ -93,7 +103,7 @@ def zero3_storage(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def share_layout(
-    engine: Any | None, world_size: int, store: dist.Store, key: str, *, time_limit_s: float = 300.0
+    engine: Any | None, world_size: int, store: KeyStore, key: str, *, time_limit_s: float = 300.0
 ) -> Layout:
     """The engine's layout on every rank of the world, those without an engine (None) included.
 

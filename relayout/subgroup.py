@@ -1,8 +1,8 @@
 """ZeRO-3 engines over a subset of the ranks.
 
-    group = make_group([1, 2])                       # every rank of the world
-    with subgroup_engines():                         # every rank that holds an engine, for as long as it trains
-        engine = initialize_over(group, model, config)   # the ranks of the group
+    group = make_group([1, 2])                          # every rank of the world
+    with subgroup_engines():                            # every rank that holds an engine, for as long as it trains
+        engine = initialize_over(group, model, config)  # the ranks of the group
 
 DeepSpeed up to 0.19.8 runs ZeRO-3's barriers and rank-agreement checks over the world, compares process-wide ids of
 modules and parameters, and leaves an engine's groups set for the next one. While installed, the barriers and checks
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import inspect
 import os
 import weakref
@@ -31,17 +32,15 @@ from datetime import timedelta
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from relaymeter.errors import InputError, PlanDisagreement
+from relaymeter.errors import InputError
+from relaymeter.relayout.rank_order import check_order
 
 __all__ = [
     "Scoping",
-    "check_order",
     "checks_take_group",
-    "first_difference",
     "initialize_over",
     "install",
     "make_group",
@@ -50,7 +49,7 @@ __all__ = [
 ]
 
 _Function = Callable[..., Any]
-_NAME_BYTES = 512
+_FOREIGN = 1 << 40
 _MARK = "_relaymeter_scoping"
 _OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 
@@ -79,63 +78,6 @@ def make_group(ranks: Sequence[int], *, time_limit_s: float | None = None) -> di
     return group if dist.get_rank() in wanted else None
 
 
-def first_difference(lists: Sequence[Sequence[int]]) -> int | None:
-    """The first index at which the lists do not all hold the same value (a list that ended counts as different)."""
-    longest = max((len(one) for one in lists), default=0)
-    for index in range(longest):
-        if len({one[index] if index < len(one) else None for one in lists}) > 1:
-            return index
-    return None
-
-
-def check_order(what: str, keys: Sequence[int], names: Sequence[str], group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the ranks of ``group`` (default: the world) hold equal ``keys``; True when they were compared.
-
-    ``keys``: non-negative int64 values, one per entry; ``names``: what to call each entry in an error. False means
-    that every rank's list is empty: nothing was checked. Every rank of the group calls this. Raises PlanDisagreement
-    on all of them alike, with the first differing position (from 0), each rank's name there, and the lengths.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == 1:
-        return len(keys) > 0
-    column = np.asarray(keys, dtype=np.int64)
-    digest = hashlib.blake2b(column.tobytes(), digest_size=8).digest()
-    summary = torch.tensor([len(keys), int.from_bytes(digest, "little", signed=True)])
-    rows = _all_gather(summary, group)
-    if all(torch.equal(row, summary) for row in rows):
-        return len(keys) > 0
-    lengths = [int(row[0]) for row in rows]
-    padded = torch.full((max(lengths),), -1, dtype=torch.int64)
-    padded[: len(keys)] = torch.from_numpy(column)
-    lists = [row[:length].tolist() for row, length in zip(_all_gather(padded, group), lengths, strict=True)]
-    index = first_difference(lists) or 0
-    label = names[index] if index < len(keys) else "nothing"
-    text = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
-    encoded = label.encode()[:_NAME_BYTES]
-    text[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    found: dict[tuple[str, int], list[int]] = {}
-    for rank, length, row in zip(ranks, lengths, _all_gather(text, group), strict=True):
-        found.setdefault((bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"), length), []).append(rank)
-    holders = "; ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} {'have' if len(who) > 1 else 'has'} "
-        f"{name} ({length} entries)"
-        for (name, length), who in found.items()
-    )
-    raise PlanDisagreement(f"{what}: ranks disagree first at position {index} (from 0): {holders}")
-
-
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    device = torch.device("cpu")
-    if "gloo" not in str(dist.get_backend(group)):
-        from deepspeed.accelerator import get_accelerator
-
-        device = torch.device(get_accelerator().current_device_name())
-    mine = tensor.to(device)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, mine, group=group)
-    return [row.cpu() for row in rows]
-
-
 @dataclass(frozen=True)
 class _Table:
     """The ids of one engine: position of each id, and the name at each position."""
@@ -158,18 +100,10 @@ class _Table:
         return cls.of("module", {m.ds_id: n or "the model" for n, m in module.named_modules() if hasattr(m, "ds_id")})
 
     def look_up(self, ids: Sequence[int]) -> tuple[list[int], list[str]]:
-        """Positions and names. Ids that are not the engine's own follow behind, numbered as they come."""
-        strangers: dict[int, int] = {}
-        keys, names = [], []
-        for ds_id in ids:
-            key = self.position.get(ds_id)
-            if key is None:
-                key = len(self.names) + strangers.setdefault(ds_id, len(strangers))
-                names.append(f"a {self.kind} that is not the engine's own")
-            else:
-                names.append(f"{self.kind} {self.names[key]}")
-            keys.append(key)
-        return keys, names
+        """Positions and names. Ids that are not the engine's own come behind all positions and stay what they are."""
+        keys = [self.position.get(ds_id, _FOREIGN + ds_id) for ds_id in ids]
+        names = [self.names[key] if key < _FOREIGN else f"{key - _FOREIGN}, not the engine's own" for key in keys]
+        return keys, [f"{self.kind} {name}" for name in names]
 
 
 @dataclass
@@ -251,7 +185,10 @@ class Scoping:
 
     def _owner(self, original: _Function) -> _Function:
         def get_param_coordinator(offload: Any) -> Any:
-            self._offloads.add(offload)
+            if offload not in self._offloads:
+                self._offloads.add(offload)
+                for param in offload.module.parameters():
+                    _Gather.of(param, offload.module)
             return original(offload)
 
         return get_param_coordinator
@@ -262,10 +199,9 @@ class Scoping:
             owner = next((o for o in self._offloads if getattr(o, "param_coordinator", None) is coordinator), None)
             if owner is None or not self.active or coordinator.is_complete_trace():
                 return original(coordinator)
-            parameters = _Table.of_parameters(owner.module)
             expected: list[tuple[str, _Table | str]] = [
                 ("ZeRO-3 trace of modules", _Table.of_modules(owner.module)),
-                ("ZeRO-3 trace of parameters", parameters),
+                ("ZeRO-3 trace of parameters", _Table.of_parameters(owner.module)),
                 ("ZeRO-3 trace of last uses", "step"),
             ]
             with self._during(_Frame(_common_group(owner.module), expected)):
@@ -287,42 +223,54 @@ class Scoping:
     def _conversion(self, original: _Function) -> _Function:
         def convert(init: Any, param: torch.nn.Parameter) -> None:
             original(init, param)
-            self._guard_gather(param)
+            _Gather.of(param, init.module)
 
         return convert
-
-    def _guard_gather(self, param: Any) -> None:
-        """Let ``param``'s coalesced gather in safe mode check over the parameters' own groups."""
-        original = param.all_gather_coalesced
-        if hasattr(original, _MARK):
-            return
-
-        @functools.wraps(original, updated=())
-        def all_gather_coalesced(params: Any, safe_mode: bool = False, quantize: bool = False) -> Any:
-            params = list(params)
-            if safe_mode and self.active:
-                self._check_gather(params)
-                safe_mode = False
-            return original(params, safe_mode=safe_mode, quantize=quantize)
-
-        setattr(all_gather_coalesced, _MARK, self)
-        param.all_gather_coalesced = all_gather_coalesced
 
     def _check_gather(self, params: Sequence[Any]) -> None:
         by_group: dict[int, list[Any]] = {}
         for param in params:
             by_group.setdefault(id(param.ds_process_group), []).append(param)
-        tables = [_Table.of_parameters(offload.module) for offload in self._offloads]
         for members in by_group.values():
-            members.sort(key=lambda p: int(p.ds_id))
-            ids = [param.ds_id for param in members]
-            table = max(tables, key=lambda t: sum(i in t.position for i in ids), default=_Table.of("parameter", {}))
-            frame = _Frame(
-                members[0].ds_process_group,
-                [("ZeRO-3 coalesced gather", table), ("ZeRO-3 coalesced gather", "elements per rank:")],
-            )
-            self._check("gather", frame, ids)
+            members.sort(key=lambda param: int(param.ds_id))
+            owners = {id(owner): owner for owner in (_Gather.of(param).owner() for param in members)}
+            owner = next(iter(owners.values())) if len(owners) == 1 else None
+            table = _Table.of("parameter", {}) if owner is None else _Table.of_parameters(owner)
+            what = "ZeRO-3 coalesced gather"
+            frame = _Frame(members[0].ds_process_group, [(what, table), (what, "elements per rank:")])
+            self._check("gather", frame, [param.ds_id for param in members])
             self._check("gather", frame, [param.ds_tensor.ds_numel for param in members])
+
+
+class _Gather:
+    """A parameter's ``all_gather_coalesced`` whose safe mode checks over the parameters' own groups, before it gathers.
+
+    It stays on the parameter, and is DeepSpeed's own while nothing is installed.
+    """
+
+    def __init__(self, original: _Function) -> None:
+        self._original = original
+        self._owner: weakref.ref[torch.nn.Module] | None = None
+
+    @classmethod
+    def of(cls, param: Any, owner: torch.nn.Module | None = None) -> _Gather:
+        """The gather of ``param``, put in place where it is not yet; ``owner`` is the model of its engine."""
+        gather = param.all_gather_coalesced
+        if not isinstance(gather, _Gather):
+            param.all_gather_coalesced = gather = cls(gather)
+        if owner is not None:
+            gather._owner = weakref.ref(owner)
+        return gather
+
+    def owner(self) -> torch.nn.Module | None:
+        return None if self._owner is None else self._owner()
+
+    def __call__(self, params: Any, safe_mode: bool = False, quantize: bool = False) -> Any:
+        params = list(params)
+        scoping = _installed() if safe_mode else None
+        if scoping is not None:
+            scoping._check_gather(params)
+        return self._original(params, safe_mode=safe_mode and scoping is None, quantize=quantize)
 
 
 def _common_group(module: torch.nn.Module) -> dist.ProcessGroup | None:
@@ -344,15 +292,14 @@ def checks_take_group(check: _Function | None = None) -> bool:
 
 def _sites() -> list[tuple[Any, str, _Maker]]:
     """Every attribute of DeepSpeed that is replaced: its owner, its name, and what makes the replacement."""
-    import deepspeed.comm.torch as comm
     from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator, stage3
 
+    comm = importlib.import_module("deepspeed.comm.torch")  # its package has a name "torch" that means torch itself
     optimizer = getattr(stage3, _OPTIMIZER)
     check = "assert_ints_same_as_other_ranks"
     sites: list[tuple[Any, str, _Maker]] = [
         (comm, "build_shm_op", Scoping._without_shm),
         (stage3, check, lambda s, f: s._assertion("gradient", f)),
-        (partition_parameters, check, lambda s, f: s._assertion("gather", f)),
         (partitioned_param_coordinator, check, lambda s, f: s._assertion("trace", f)),
         (parameter_offload.DeepSpeedZeRoOffload, "get_param_coordinator", Scoping._owner),
         (partitioned_param_coordinator.PartitionedParameterCoordinator, "reset_step", Scoping._trace),
@@ -439,15 +386,11 @@ def initialize_over(
         raise InputError("LOCAL_RANK is not set: DeepSpeed needs it; start the ranks with torchrun or set it yourself")
     import deepspeed
 
-    scoping = _installed()
-    if scoping is None:
+    if _installed() is None:
         raise InputError("subgroup engines are not installed: wrap the engine's life in `with subgroup_engines():`")
     shapes = [f"{n} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}" for n, p in model.named_parameters()]
     keys = [int.from_bytes(hashlib.blake2b(s.encode(), digest_size=7).digest(), "little") for s in shapes]
     check_order("parameters of the model", keys, shapes, group)
-    for param in model.parameters():
-        if hasattr(param, "ds_id"):
-            scoping._guard_gather(param)
     options.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
     with _own_group_state():
         engine, *_ = deepspeed.initialize(model=model, config=dict(config), mpu=_mpu(group), **options)
@@ -472,15 +415,14 @@ def _setting(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _mpu(group: dist.ProcessGroup) -> Any:
-    """What DeepSpeed asks of a model-parallel unit: data parallel over ``group``, no model parallelism."""
+    """What DeepSpeed asks of a model-parallel unit: data parallel over ``group``, no model-parallel group."""
     ranks = dist.get_process_group_ranks(group)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return SimpleNamespace(
         get_data_parallel_group=lambda: group,
         get_data_parallel_group_ranks=lambda: list(ranks),
         get_data_parallel_rank=lambda: dist.get_rank(group),
         get_data_parallel_world_size=lambda: len(ranks),
-        get_model_parallel_group=lambda: alone,
+        get_model_parallel_group=lambda: None,
         get_model_parallel_rank=lambda: 0,
         get_model_parallel_world_size=lambda: 1,
     )

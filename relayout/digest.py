@@ -45,11 +45,15 @@ BLOCK_WORDS = 4096
 #: The byte a destination is filled with before a move under test.
 POISON_BYTE = 0xA5
 
+#: (size, stride in the flattened tensor, stride in the storage) of one dim of a box, in words.
+_Dim = tuple[int, int, int]
 _MASK64 = (1 << 64) - 1
 #: Elements that one step works on at a time: its temporaries stay in a core's cache.
 _CHUNK = 32 * BLOCK_WORDS
 #: Bad blocks of one copy whose bits are looked for among the other blocks.
 _IDENTIFIED_AT_MOST = 64
+#: A box is dense where its elements are at least one in so many of those between its first and its last one.
+_DENSE = 8
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
@@ -99,57 +103,73 @@ def _words(storage: torch.Tensor) -> torch.Tensor:
     return storage.view(_UNSIGNED[min(storage.element_size(), 4)])
 
 
-def _whole_blocks(rows: torch.Tensor) -> torch.Tensor:
-    """Block sums (n, int64) of complete blocks (n, 4096) of unsigned words."""
-    if rows.element_size() <= 2:
-        halves = (rows.double() @ _LO_HALVES.to(rows.device)).long()
-        return halves[:, 0] + (halves[:, 1] << 16)
-    if rows.device.type == "cpu":
-        return torch.mv(rows.long(), _LO)
-    return (rows.long() * _LO.to(rows.device)).sum(1)
+def _add_blocks(out: torch.Tensor, words: torch.Tensor, first: int) -> None:
+    """Add complete blocks, contiguous words from block ``first`` on, to the block sums ``out``."""
+    rows = words.view(-1, BLOCK_WORDS)
+    step = _CHUNK // BLOCK_WORDS
+    for row in range(0, len(rows), step):
+        part = rows[row : row + step]
+        target = out[first + row : first + row + len(part)]
+        if part.element_size() <= 2:
+            halves = (part.double() @ _LO_HALVES.to(part.device)).long()
+            target += halves[:, 0] + (halves[:, 1] << 16)
+        elif part.device.type == "cpu":
+            target += torch.mv(part.long(), _LO)
+        else:
+            target += (part.long() * _LO.to(part.device)).sum(1)
 
 
 def _add_run(out: torch.Tensor, words: torch.Tensor, start: int) -> None:
     """Add a contiguous run of words that begins at word ``start`` of the flattened tensor to the block sums ``out``."""
-    stop = start + len(words)
-    first = -(-start // BLOCK_WORDS)
-    last = stop // BLOCK_WORDS
-    if first > last:  # inside one block
-        _add_rows(out, words.view(1, -1), torch.tensor([start], device=words.device))
-        return
-    head = first * BLOCK_WORDS - start
+    head = min(-start % BLOCK_WORDS, len(words))
+    whole = (len(words) - head) // BLOCK_WORDS * BLOCK_WORDS
+    tail = len(words) - head - whole
     if head:
-        _add_rows(out, words[:head].view(1, -1), torch.tensor([start], device=words.device))
-    body = words[head : head + (last - first) * BLOCK_WORDS].view(-1, BLOCK_WORDS)
-    step = _CHUNK // BLOCK_WORDS
-    for row in range(0, len(body), step):
-        part = body[row : row + step]
-        out[first + row : first + row + len(part)] += _whole_blocks(part)
-    tail = words[head + len(body) * BLOCK_WORDS :]
-    if len(tail):
-        _add_rows(out, tail.view(1, -1), torch.tensor([last * BLOCK_WORDS], device=words.device))
+        _add_image(out, words, [(head, 1, 1)], start, 0)
+    if whole:
+        _add_blocks(out, words[head : head + whole], (start + head) // BLOCK_WORDS)
+    if tail:
+        _add_image(out, words, [(tail, 1, 1)], start + head + whole, head + whole)
 
 
-def _add_rows(out: torch.Tensor, rows: torch.Tensor, start: torch.Tensor) -> None:
-    """Add rows (r, l) of words, l at most 4,096, row i beginning at word ``start[i]``, to the block sums ``out``."""
-    length = rows.shape[1]
-    phase = start % BLOCK_WORDS
-    weights = _LO_TWICE.to(rows.device).unfold(0, length, 1)[phase]
-    products = rows.long().mul_(weights)
-    block = start // BLOCK_WORDS
-    out.index_add_(0, block, products.sum(1))
-    split = torch.nonzero(phase + length > BLOCK_WORDS).view(-1)
-    if len(split):  # these rows end in the next block: move what lies there
-        column = torch.arange(length, device=rows.device)
-        beyond = (products[split] * (column >= (BLOCK_WORDS - phase[split])[:, None])).sum(1)
-        out.index_add_(0, block[split], -beyond)
-        out.index_add_(0, block[split] + 1, beyond)
+def _add_image(out: torch.Tensor, words: torch.Tensor, dims: list[_Dim], start: int, offset: int) -> None:
+    """Add a dense box to the block sums ``out``: copied to its place among zeros, which add nothing."""
+    base = start // BLOCK_WORDS
+    end = start + 1 + sum((size - 1) * far for size, far, _ in dims)
+    image = torch.zeros((-(-end // BLOCK_WORDS) - base) * BLOCK_WORDS, dtype=words.dtype, device=words.device)
+    sizes = [size for size, _, _ in dims]
+    there = image.as_strided(sizes, [far for _, far, _ in dims], start - base * BLOCK_WORDS)
+    there.copy_(words.as_strided(sizes, [near for _, _, near in dims], words.storage_offset() + offset))
+    _add_blocks(out, image, base)
 
 
-def _merged(shape: Sequence[int], logical: Sequence[int], stored: Sequence[int]) -> list[tuple[int, int, int]]:
+def _add_rows(out: torch.Tensor, words: torch.Tensor, dims: list[_Dim], start: int, offset: int) -> None:
+    """Add a sparse box, its last dim running along the flattened tensor, to ``out``, all rows at once."""
+    view = words.as_strided(
+        [size for size, _, _ in dims], [near for _, _, near in dims], words.storage_offset() + offset
+    )
+    first = torch.full((1,), start, dtype=torch.int64, device=words.device)
+    for size, far, _ in dims[:-1]:
+        first = (first[:, None] + far * torch.arange(size, device=words.device)).view(-1)
+    every = view.reshape(-1, dims[-1][0])
+    for column in range(0, every.shape[1], BLOCK_WORDS):
+        rows = every[:, column : column + BLOCK_WORDS]
+        length = rows.shape[1]
+        block, phase = (first + column) // BLOCK_WORDS, (first + column) % BLOCK_WORDS
+        products = rows.long().mul_(_LO_TWICE.to(rows.device).unfold(0, length, 1)[phase])
+        out.index_add_(0, block, products.sum(1))
+        split = torch.nonzero(phase + length > BLOCK_WORDS).view(-1)
+        if len(split):  # these rows end in the next block: move what lies there
+            within = torch.arange(length, device=rows.device)
+            beyond = (products[split] * (within >= (BLOCK_WORDS - phase[split])[:, None])).sum(1)
+            out.index_add_(0, block[split], -beyond)
+            out.index_add_(0, block[split] + 1, beyond)
+
+
+def _merged(shape: Sequence[int], logical: Sequence[int], stored: Sequence[int]) -> list[_Dim]:
     """Dims of a box as (size, logical stride, storage stride), without those of size 1, neighbours joined where both
     sides run on."""
-    dims: list[tuple[int, int, int]] = []
+    dims: list[_Dim] = []
     for size, far, near in zip(shape, logical, stored, strict=True):
         if size == 1:
             continue
@@ -160,9 +180,7 @@ def _merged(shape: Sequence[int], logical: Sequence[int], stored: Sequence[int])
     return dims
 
 
-def _boxes_within(
-    dims: list[tuple[int, int, int]], limit: int, start: int, offset: int
-) -> Iterator[tuple[list[tuple[int, int, int]], int, int]]:
+def _boxes_within(dims: list[_Dim], limit: int, start: int, offset: int) -> Iterator[tuple[list[_Dim], int, int]]:
     """Cut a box along its outer dims into parts of at most ``limit`` elements: (dims, first word, storage offset)."""
     elements = math.prod(size for size, _, _ in dims)
     if elements <= limit:
@@ -192,25 +210,14 @@ def _add_piece(out: torch.Tensor, spec: TensorSpec, place: Placement, piece: int
         count = dims[0][0] if dims else 1
         _add_run(out, words[offset : offset + count], start)
         return
+    elements = math.prod(size for size, _, _ in dims)
+    span = 1 + sum((size - 1) * far for size, far, _ in dims)
+    dense = span <= _DENSE * elements
     if dims[-1][1] != 1:
         dims.append((1, 1, 1))
-    for part, begin, at in _boxes_within(dims, _CHUNK, start, offset):
-        _add_box(out, words, part, begin, at)
-
-
-def _add_box(out: torch.Tensor, words: torch.Tensor, dims: list[tuple[int, int, int]], start: int, offset: int) -> None:
-    """Add a box of at most ``_CHUNK`` words to the block sums ``out``, its rows cut to the length of a block."""
-    dims = dims or [(1, 1, 1)]
-    view = words.as_strided(
-        [size for size, _, _ in dims], [near for _, _, near in dims], words.storage_offset() + offset
-    )
-    length = dims[-1][0]
-    first = torch.full((1,), start, dtype=torch.int64, device=words.device)
-    for size, far, _ in dims[:-1]:
-        first = (first[:, None] + far * torch.arange(size, device=words.device)).view(-1)
-    rows = view.reshape(-1, length)
-    for column in range(0, length, BLOCK_WORDS):
-        _add_rows(out, rows[:, column : column + BLOCK_WORDS], first + column)
+    limit = max(1, _CHUNK * elements // span) if dense else _CHUNK
+    for part, begin, at in _boxes_within(dims, limit, start, offset):
+        (_add_image if dense else _add_rows)(out, words, part or [(1, 1, 1)], begin, at)
 
 
 def block_sums(spec: TensorSpec, placement: Placement, pieces: Sequence[int], storage: torch.Tensor) -> torch.Tensor:

@@ -206,7 +206,7 @@ def check_target(path: Path, *, force: bool = False) -> None:
 
 
 def write_text(path: Path, text: str, *, force: bool = False) -> None:
-    """Write ``path`` whole: to a new file beside it, then into place. Raises InputError where it exists (no ``force``)."""
+    """Write ``path`` whole: to a new file beside it, then into place. Raises InputError where it exists (no force)."""
     check_target(path, force=force)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

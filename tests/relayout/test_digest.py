@@ -56,10 +56,11 @@ def digest_of(spec: TensorSpec, values: torch.Tensor) -> int:
 
 
 def weights(count: int) -> list[int]:
-    """The first ``count`` values of ``lo``, read off digests of tensors with a single one in them."""
-    spec = TensorSpec("w", (count, 1), "int32")
-    one = torch.eye(count, dtype=torch.int32)
-    return [int(block_sums(spec, whole(spec), [0], one[i])[0]) for i in range(count)]
+    """The first ``count`` values of ``lo``, read off a tensor whose block i is all zeros but for a one at i."""
+    spec = TensorSpec("w", (count, BLOCK_WORDS), "int8")
+    ones = torch.zeros(count, BLOCK_WORDS, dtype=torch.int8)
+    ones.fill_diagonal_(1)
+    return block_sums(spec, whole(spec), [0], ones.view(-1)).tolist()
 
 
 def boxes_of(spec: TensorSpec, random: np.random.Generator) -> Placement:

@@ -1,0 +1,179 @@
+"""What one measurement is: how a cell is sampled, what comes back, and the seam every probe goes through.
+
+``measure(matrix, executor) -> Samples`` is a ``Measure``: real ranks stand behind it (``measure.RankExchange``) or an
+invented cluster (tests, simulation). No torch import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaymeter.records import median_interval
+
+__all__ = ["Cell", "Instruments", "Measure", "MeasurePacking", "PackCell", "Samples", "Sampling", "Wrong"]
+
+IntArray = NDArray[np.int64]
+
+#: Samples that agree within ``Sampling.quiet`` end a cell after this many; others go on to ``STEADY_SAMPLES``.
+QUIET_SAMPLES = 3
+STEADY_SAMPLES = 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """When a cell has enough samples. Decided on values that are equal on all ranks, so all of them stop together."""
+
+    warmups: int = 2
+    """Untimed calls before the first sample."""
+    maximum: int = 40
+    """Never more samples than this."""
+    quiet: float = 0.02
+    """A range of this share of the median ends the cell at once."""
+    half_width: float = 0.05
+    """Relative half-width of the median's interval that ends the cell from ``STEADY_SAMPLES`` on."""
+    seconds: float = 0.6
+    """Wall time after which the cell ends."""
+    volume_bytes: float = float("inf")
+    """Bytes moved by all ranks together after which the cell ends."""
+
+    def enough(self, times_s: Sequence[float], spent_s: float, moved_bytes: float) -> bool:
+        """Whether sampling stops after ``times_s``. Pure; ``spent_s`` is the cell's wall time so far."""
+        count = len(times_s)
+        if count < QUIET_SAMPLES:
+            return count >= self.maximum
+        if count >= self.maximum or spent_s >= self.seconds or moved_bytes >= self.volume_bytes:
+            return True
+        median, low, high = median_interval(times_s)
+        if max(times_s) - min(times_s) <= self.quiet * median:
+            return True
+        return count >= STEADY_SAMPLES and (high - low) / 2 <= self.half_width * median
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Bytes that arrived different from what was sent, from one rank to another, over all calls of a cell."""
+
+    src: int
+    dst: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What ``Measure`` returns, equal on all ranks: seconds per call (maximum over ranks), wall time, wrong bytes."""
+
+    times_s: tuple[float, ...]
+    spent_s: float
+    wrong: tuple[Wrong, ...] = ()
+
+
+class Measure(Protocol):
+    """The seam. Collective: every rank calls it with equal arguments and gets equal results."""
+
+    def __call__(
+        self, matrix: IntArray, executor: str, *, messages: int = 1, calls: int = 1, sampling: Sampling | None = None
+    ) -> Samples:
+        """Move ``matrix[r, q]`` bytes from rank r to rank q (world x world) and time it.
+
+        ``messages``: each pair's bytes are cut into so many messages (send-recv only). ``calls``: 1 for an isolated
+        call after a barrier; more for a back-to-back series after one barrier, of which the time per call is returned.
+        """
+
+
+class MeasurePacking(Protocol):
+    """The local seam: gather or scatter of strided segments, no communication. Collective like ``Measure``."""
+
+    def __call__(self, direction: str, run_bytes: int, segments: int, *, sampling: Sampling | None = None) -> Samples:
+        """Time ``direction`` ("pack" or "unpack") of ``segments`` contiguous runs of ``run_bytes`` each."""
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """Everything probing needs from the cluster: the two seams and the largest message memory allows, in bytes."""
+
+    exchange: Measure
+    packing: MeasurePacking | None
+    largest_bytes: int = 1 << 28
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured cell: a pattern of flows and its samples.
+
+    flows: (src, dst, bytes). messages: per flow. calls: 1 isolated, more back-to-back (samples are per call).
+    """
+
+    pattern: str
+    executor: str
+    flows: tuple[tuple[int, int, int], ...]
+    samples_s: tuple[float, ...]
+    messages: int = 1
+    calls: int = 1
+
+    @property
+    def size(self) -> int:
+        """Bytes of the largest flow."""
+        return max((flow[2] for flow in self.flows), default=0)
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.samples_s))
+
+    def resampled(self, rng: np.random.Generator) -> Cell:
+        """The same cell with samples drawn with replacement: one bootstrap replicate."""
+        drawn = rng.choice(np.asarray(self.samples_s), size=len(self.samples_s))
+        return Cell(self.pattern, self.executor, self.flows, tuple(drawn.tolist()), self.messages, self.calls)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "pattern": self.pattern,
+            "executor": self.executor,
+            "flows": [list(flow) for flow in self.flows],
+            "messages": self.messages,
+            "calls": self.calls,
+            "median_s": self.median_s,
+            "samples_s": list(self.samples_s),
+        }
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> Cell:
+        flows = tuple((int(r), int(q), int(b)) for r, q, b in entry["flows"])
+        samples = tuple(float(t) for t in entry["samples_s"])
+        return cls(entry["pattern"], entry["executor"], flows, samples, entry["messages"], entry["calls"])
+
+
+@dataclass(frozen=True)
+class PackCell:
+    """One measured cell of packing: ``segments`` runs of ``run_bytes`` gathered ("pack") or scattered ("unpack")."""
+
+    direction: str
+    run_bytes: int
+    segments: int
+    samples_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.samples_s))
+
+    def resampled(self, rng: np.random.Generator) -> PackCell:
+        drawn = rng.choice(np.asarray(self.samples_s), size=len(self.samples_s))
+        return PackCell(self.direction, self.run_bytes, self.segments, tuple(drawn.tolist()))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "direction": self.direction,
+            "run_bytes": self.run_bytes,
+            "segments": self.segments,
+            "median_s": self.median_s,
+            "samples_s": list(self.samples_s),
+        }
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> PackCell:
+        samples = tuple(float(t) for t in entry["samples_s"])
+        return cls(entry["direction"], entry["run_bytes"], entry["segments"], samples)

@@ -1,0 +1,285 @@
+"""From cells to costs: isotonic time curves, crowding factors, packing lines, held-out errors, bootstrap replicates.
+
+``fit_costs(cells, pack_cells, topology, executor)`` is one fit; ``replicates(...)`` repeats it on resampled cells. Pure;
+rank 0 calls it and broadcasts the result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.isotonic import IsotonicRegression
+from sklearn.linear_model import LinearRegression
+
+from relaymeter.calibration.cells import Cell, PackCell
+from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, Curve, ExecutorCosts, LinkCosts, PackCosts
+from relaymeter.errors import NothingMeasured
+from relaymeter.relayout.topology import Topology
+
+__all__ = ["HeldOut", "fit_costs", "fit_curve", "held_out", "relative_line", "replicates"]
+
+FloatArray = NDArray[np.float64]
+
+#: Where nothing was measured (budget spent, no such links): no extra cost, and packing at a modest machine's pace.
+_DEFAULT_PACK = PackCosts(call_s=2e-5, segment_s=5e-6, byte_s=4e-10)
+#: A factor below 1 by less than this is noise of the measurement, not a faster port.
+_NOISE = 0.05
+
+
+def relative_line(features: FloatArray, seconds: FloatArray) -> FloatArray:
+    """Non-negative coefficients of ``features`` (n, k) for ``seconds`` (n), errors weighted relative to the seconds."""
+    model = LinearRegression(positive=True, fit_intercept=False)
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0] = 1.0
+    model.fit(features / scale, seconds, sample_weight=1.0 / seconds**2)
+    return np.asarray(model.coef_, dtype=np.float64) / scale
+
+
+def fit_curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
+    """Isotonic curve through the median ``seconds`` at ``sizes`` (ascending, at least two), with a line for its tail.
+
+    The tail is the slope of a relative-weighted non-negative line over the upper sizes, never steeper in rate than the
+    largest rate seen. Raises NothingMeasured on fewer than two sizes.
+    """
+    if len(sizes) < 2:
+        raise NothingMeasured(f"a curve needs at least two message sizes, {len(sizes)} was measured")
+    size = np.asarray(sizes, dtype=np.float64)
+    time = np.asarray(seconds, dtype=np.float64)
+    log_time = IsotonicRegression().fit_transform(np.log(size), np.log(time))
+    rising = np.exp(np.maximum.accumulate(log_time + 1e-7 * np.arange(len(size))))
+    upper = size >= size[-1] / 16
+    line = relative_line(np.column_stack([np.ones(int(upper.sum())), size[upper]]), rising[upper])
+    peak = float((size / rising).max())
+    return Curve(tuple(int(s) for s in sizes), tuple(rising.tolist()), max(float(line[1]), 1.0 / peak))
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Relative errors at inner sizes when each is left out of its curve in turn, split at 1 MiB."""
+
+    small_median: float | None
+    small_max: float | None
+    large_median: float | None
+    large_max: float | None
+
+
+def held_out(sizes: Sequence[int], seconds: Sequence[float]) -> HeldOut:
+    """Leave-one-size-out errors of the curve, inner sizes only."""
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for skip in range(1, len(sizes) - 1):
+        curve = fit_curve([*sizes[:skip], *sizes[skip + 1 :]], [*seconds[:skip], *seconds[skip + 1 :]])
+        guess = float(curve.time(np.asarray([float(sizes[skip])]))[0])
+        errors[sizes[skip] >= 1 << 20].append(abs(guess / seconds[skip] - 1))
+    small, large = errors[False], errors[True]
+    return HeldOut(
+        float(np.median(small)) if small else None,
+        max(small) if small else None,
+        float(np.median(large)) if large else None,
+        max(large) if large else None,
+    )
+
+
+def curve_points(cells: Sequence[Cell], kind: str, executor: str) -> tuple[list[int], list[float]]:
+    """Sizes and median seconds of the curve cells of one link class and executor."""
+    found = sorted((c.size, c.median_s) for c in cells if c.pattern == f"{kind} curve" and c.executor == executor)
+    return [size for size, _ in found], [took for _, took in found]
+
+
+def fit_costs(
+    cells: Sequence[Cell], pack_cells: Sequence[PackCell], topology: Topology, executor: str
+) -> ExecutorCosts:
+    """All costs of ``executor``. Raises NothingMeasured where no curve has two sizes."""
+    mine = [cell for cell in cells if cell.executor == executor]
+    empty = {cell.calls: cell.median_s for cell in mine if cell.pattern == "empty"}
+    links = {kind: _fit_link(mine, kind, topology, executor) for kind in (IN_NODE, CROSS_NODE)}
+    if not any(links.values()):
+        raise NothingMeasured(f"no link was measured with {executor}")
+    return ExecutorCosts(
+        floor_s=empty[max(empty)] if empty else 0.0,
+        call_s=empty.get(1, 0.0),
+        overlap=_overlap(mine),
+        in_node=links[IN_NODE],
+        cross_node=links[CROSS_NODE],
+        pack=_fit_pack(pack_cells, "pack"),
+        unpack=_fit_pack(pack_cells, "unpack"),
+    )
+
+
+def replicates(
+    cells: Sequence[Cell], pack_cells: Sequence[PackCell], topology: Topology, executor: str, count: int, seed: int
+) -> tuple[ExecutorCosts, ...]:
+    """``count`` bootstrap fits: the samples of every cell drawn anew with replacement."""
+    rng = np.random.default_rng(seed)
+    mine = [cell for cell in cells if cell.executor == executor]
+    return tuple(
+        fit_costs([c.resampled(rng) for c in mine], [p.resampled(rng) for p in pack_cells], topology, executor)
+        for _ in range(count)
+    )
+
+
+def _fit_link(cells: Sequence[Cell], kind: str, topology: Topology, executor: str) -> LinkCosts | None:
+    """Curve, capacities, and then the penalties: what a pattern takes beyond all capacities is the pattern's own cost.
+
+    A capacity is the best throughput that any pattern reached at that level (port, node, cluster), so it never charges
+    twice; latencies cancel because every time is turned into the bytes of a lone flow.
+    """
+    sizes, seconds = curve_points(cells, kind, executor)
+    if not sizes:
+        return None
+    loads = _Loads(fit_curve(sizes, seconds), kind, topology)
+    mine = [cell for cell in cells if cell.pattern in _CAPACITY_PATTERNS[kind] and cell.flows]
+    fans = [loads.effective(c) / loads.total(c) for c in mine if c.pattern in (f"{kind} fan-in", f"{kind} fan-out")]
+    many = min([1.0, *(found for found in fans if found < 1 - _NOISE)])
+    ports_out, ports_in = loads.ports(mine, many)
+    every = [*ports_out.values(), *ports_in.values()]
+    link = LinkCosts(
+        curve=loads.curve,
+        two_way=0.0,
+        turn=0.0,
+        fan_out=many,
+        fan_in=many,
+        port=float(np.median(every)) if every and kind == CROSS_NODE else many,
+        ports_out=ports_out if kind == CROSS_NODE else {},
+        ports_in=ports_in if kind == CROSS_NODE else {},
+        node=loads.node(mine),
+        world=loads.world(mine),
+        message_s=_message_s(cells, kind),
+    )
+
+    def penalty(pattern: str) -> list[tuple[float, Cell]]:
+        """Effective bytes of the pattern's cells that take longer than every capacity explains."""
+        found = [(loads.effective(cell), cell) for cell in mine if cell.pattern == pattern]
+        return [(bytes_, cell) for bytes_, cell in found if bytes_ > (1 + _NOISE) * loads.explained(cell, link)]
+
+    two_way = [min(found / cell.size - 1, 1.5) for found, cell in penalty(f"{kind} two-way")]
+    turn = [min(found / cell.size - 1, 1.5) for found, cell in penalty("turn")] if kind == CROSS_NODE else []
+    fan_in = [found / loads.total(cell) for found, cell in penalty(f"{kind} fan-in")]
+    fan_out = [found / loads.total(cell) for found, cell in penalty(f"{kind} fan-out")]
+    return replace(
+        link,
+        two_way=max(two_way, default=0.0),
+        turn=max(turn, default=0.0),
+        fan_in=max([link.fan_in, *fan_in]),
+        fan_out=max([link.fan_out, *fan_out]),
+    )
+
+
+#: Cells that tell what ports, nodes and the cluster carry.
+_CAPACITY_PATTERNS = {
+    IN_NODE: (
+        "in_node two-way", "in_node fan-in", "in_node fan-out", "in_node all pairs", "in_node all pairs everywhere",
+    ),
+    CROSS_NODE: (
+        "cross_node pair", "cross_node two-way", "cross_node fan-in", "cross_node fan-out", "nic", "rails", "dense",
+        "dense both ways", "dense ring", "turn",
+    ),
+}  # fmt: skip
+
+
+class _Loads:
+    """Bytes of a cell at every level, against the bytes that a lone flow moves in the cell's time."""
+
+    def __init__(self, curve: Curve, kind: str, topology: Topology) -> None:
+        self.curve = curve
+        self._node = topology.node
+        self._port = topology.nic if kind == CROSS_NODE else tuple(range(topology.world_size))
+        self._ports = len(set(self._port))
+        self._width = {
+            node: len({self._port[rank] for rank in topology.ranks_of(node)}) for node in range(topology.nodes)
+        }
+
+    def effective(self, cell: Cell) -> float:
+        """Bytes that a lone flow moves in the cell's median time."""
+        return self.curve.inverse(cell.median_s)
+
+    def total(self, cell: Cell) -> float:
+        return float(sum(flow[2] for flow in cell.flows))
+
+    def _by(self, cell: Cell, place: Sequence[int], side: int) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for flow in cell.flows:
+            found[place[flow[side]]] = found.get(place[flow[side]], 0.0) + flow[2]
+        return found
+
+    def ports(self, cells: Sequence[Cell], many: float) -> tuple[dict[int, float], dict[int, float]]:
+        """Smallest factor seen at each port, sending and receiving (the mean of those within 3 % of it).
+
+        ``many`` is what several flows of a port reach over one of them.
+        """
+        found: tuple[dict[int, list[float]], dict[int, list[float]]] = ({}, {})
+        for cell in cells:
+            for side in (0, 1):
+                flows = Counter(self._port[flow[side]] for flow in cell.flows)
+                for port, load in self._by(cell, self._port, side).items():
+                    factor = self.effective(cell) / load * (many if flows[port] == 1 else 1.0)
+                    found[side].setdefault(port, []).append(factor)
+        sent, received = ({port: _least(values) for port, values in sorted(side.items())} for side in found)
+        return sent, received
+
+    def node(self, cells: Sequence[Cell]) -> float:
+        """Smallest factor of the mean bytes per port of a node, one direction, over cells that use all its ports."""
+        found = [1.0 * self._width[node] for node in self._width]
+        for cell in cells:
+            used = [{self._port[flow[side]] for flow in cell.flows} for side in (0, 1)]
+            for side in (0, 1):
+                for node, load in self._by(cell, self._node, side).items():
+                    if len({p for p in used[side] if self._home(p) == node}) == self._width[node]:
+                        found.append(self.effective(cell) / load * self._width[node])
+        return _settled(min(found))
+
+    def _home(self, port: int) -> int:
+        return self._node[self._port.index(port)]
+
+    def world(self, cells: Sequence[Cell]) -> float:
+        """Smallest factor of the mean bytes per port of the whole cluster."""
+        found = [self.effective(cell) / self.total(cell) * self._ports for cell in cells]
+        return _settled(min(found, default=1.0))
+
+    def explained(self, cell: Cell, link: LinkCosts) -> float:
+        """Effective bytes that pair, ports, node and cluster predict for the cell without any penalty."""
+        found = [float(cell.size), self.total(cell) * link.world / self._ports]
+        for side, factor in ((0, link.port_out), (1, link.port_in)):
+            found += [load * factor(port) for port, load in self._by(cell, self._port, side).items()]
+            found += [
+                load * link.node / self._width[node] for node, load in self._by(cell, self._node, side).items()
+            ]
+        return max(found)
+
+
+def _least(values: Sequence[float]) -> float:
+    least = min(values)
+    return float(np.mean([value for value in values if value <= 1.03 * least]))
+
+
+def _settled(factor: float) -> float:
+    """A factor within noise of 1 is 1."""
+    return 1.0 if abs(factor - 1) <= _NOISE else factor
+
+
+def _message_s(cells: Sequence[Cell], kind: str) -> float:
+    found = {c.messages: c.median_s for c in cells if c.pattern == f"{kind} messages"}
+    if len(found) < 2:
+        return 0.0
+    most = max(found)
+    return max(0.0, (found[most] - found[min(found)]) / (most - min(found)))
+
+
+def _overlap(cells: Sequence[Cell]) -> float:
+    found = {c.pattern: c.median_s for c in cells if c.pattern.startswith("overlap ")}
+    if len(found) < 3:
+        return 0.0
+    near, far, both = found["overlap in node"], found["overlap cross"], found["overlap both"]
+    return float(np.clip((near + far - both) / min(near, far), 0.0, 1.0))
+
+
+def _fit_pack(cells: Sequence[PackCell], direction: str) -> PackCosts:
+    mine = [cell for cell in cells if cell.direction == direction]
+    if len(mine) < 3:
+        return _DEFAULT_PACK
+    rows = [[1.0, float(c.segments), float(c.segments * c.run_bytes)] for c in mine]
+    call, segment, byte = relative_line(np.asarray(rows), np.asarray([c.median_s for c in mine])).tolist()
+    return PackCosts(call, segment, byte)

@@ -1,0 +1,250 @@
+"""The real ranks behind the seam: time the very exchanges that moves are made of, and check every byte.
+
+``RankExchange(world).measure(matrix, executor)`` is called by all ranks with equal arguments and returns equal samples
+on all of them; ``RankPacking(world).measure(direction, run_bytes, segments)`` does the same for local packing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from relaymeter.calibration.cells import Samples, Sampling, Wrong
+from relaymeter.errors import InputError
+from relaymeter.relayout.packing import Copies
+from relaymeter.relayout.topology import Topology
+from relaymeter.relayout.transport import EXECUTORS, exchange_flat, exchange_messages
+
+__all__ = ["RankExchange", "RankPacking", "World"]
+
+IntArray = NDArray[np.int64]
+
+#: Tag of the calibration's messages, so that a stray message of a move can never be taken for one of them.
+_TAG = 7001
+_MIX = 2654435761
+_SLOTS = 1 << 14
+#: The pattern is one hashed block, repeated with its number added to every byte.
+_BLOCK = 1 << 20
+
+
+class World(Protocol):
+    """What calibration needs to know of the world a rank has joined."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class _Clock:
+    """Barrier, local duration, maximum over ranks."""
+
+    def __init__(self, world: World) -> None:
+        self._device = world.device if world.backend == "nccl" else torch.device("cpu")
+        self._sync = world.device.type == "cuda"
+        self._world = world
+
+    def settle(self) -> None:
+        if self._sync:
+            torch.cuda.synchronize(self._world.device)
+
+    def time(self, call: Callable[[], None]) -> float:
+        """Seconds of ``call`` on this rank, begun together with the others."""
+        self.settle()
+        dist.barrier()
+        begin = time.perf_counter()
+        call()
+        self.settle()
+        return time.perf_counter() - begin
+
+    def largest(self, *values: float) -> list[float]:
+        """Maximum over ranks of each value."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        found: list[float] = tensor.tolist()
+        return found
+
+    def sample(self, call: Callable[[], None], after: Callable[[], None], moved: float, sampling: Sampling) -> Samples:
+        """Repeat ``call`` until ``sampling`` has enough; ``after`` follows each call outside the timed part."""
+        begin = time.perf_counter()
+        times: list[float] = []
+        spent = 0.0
+        for _ in range(sampling.warmups):
+            self.time(call)
+            after()
+        while not sampling.enough(times, spent, moved * len(times)):
+            took = self.time(call)
+            after()
+            longest, spent = self.largest(took, time.perf_counter() - begin)
+            times.append(longest)
+        return Samples(tuple(times), spent)
+
+
+class RankExchange:
+    """Times exchanges of the world group. Every byte received is compared with what its sender was to send.
+
+    Byte k of the message from rank r to rank q is a hash of (k + an offset of the pair and the call's parity), so a
+    block that is stale, zero, swapped or another rank's is seen. The errors are added up over all ranks.
+    """
+
+    def __init__(self, world: World, *, time_limit_s: float = 120.0) -> None:
+        self._world = world
+        self._clock = _Clock(world)
+        self._limit_s = time_limit_s
+        self._pattern = torch.empty(0, dtype=torch.uint8, device=world.device)
+
+    def connect(self, executor: str) -> float:
+        """Touch every peer once and return the seconds it took (maximum over ranks); kept out of every sample."""
+        size = self._world.world_size
+        matrix = np.full((size, size), 16, dtype=np.int64)
+        once = Sampling(warmups=0, maximum=1)
+        return self.measure(matrix, executor, sampling=once).times_s[0]
+
+    def measure(
+        self, matrix: IntArray, executor: str, *, messages: int = 1, calls: int = 1, sampling: Sampling | None = None
+    ) -> Samples:
+        """See ``cells.Measure``. Collective. Raises InputError on a bad matrix or executor, and whatever the transport
+        raises when a peer is lost or the time limit of a call passes."""
+        world, size = self._world, self._world.world_size
+        if matrix.shape != (size, size) or (matrix < 0).any():
+            raise InputError(f"a matrix of {size} x {size} byte counts is needed, got {matrix.shape}")
+        if executor not in EXECUTORS:
+            raise InputError(f"executor {executor!r} is not one of {', '.join(EXECUTORS)}")
+        sampling = sampling or Sampling()
+        matrix = matrix.copy()
+        np.fill_diagonal(matrix, 0)
+        exchange = _Exchange(self, matrix, executor, messages, self._limit_s)
+        wrong = torch.zeros(size, dtype=torch.int64)
+
+        def call() -> None:
+            for _ in range(calls):
+                exchange.run()
+
+        def check() -> None:
+            wrong.add_(exchange.wrong())
+            exchange.flip()
+
+        samples = self._clock.sample(call, check, float(matrix.sum()) * calls, sampling)
+        each = tuple(taken / calls for taken in samples.times_s)
+        return Samples(each, samples.spent_s, self._gather_wrong(wrong))
+
+    def _gather_wrong(self, wrong: torch.Tensor) -> tuple[Wrong, ...]:
+        size = self._world.world_size
+        table = torch.zeros(size, size, dtype=torch.int64)
+        table[:, self._world.rank] = wrong
+        table = table.to(self._clock._device)
+        dist.all_reduce(table)
+        pairs = torch.nonzero(table).tolist()
+        return tuple(Wrong(src, dst, int(table[src, dst])) for src, dst in pairs)
+
+    def slice_for(self, src: int, dst: int, parity: int, nbytes: int) -> torch.Tensor:
+        """The bytes that ``src`` sends to ``dst`` in a call of this parity (a view, uint8)."""
+        slot = (src * self._world.world_size + dst + parity * 4099) % _SLOTS
+        self._grow(nbytes + 16 * _SLOTS)
+        return self._pattern[16 * slot : 16 * slot + nbytes]
+
+    def _grow(self, nbytes: int) -> None:
+        if len(self._pattern) >= nbytes:
+            return
+        device = self._world.device
+        index = torch.arange(_BLOCK, dtype=torch.int64, device=device)
+        block = ((index * _MIX) >> 24).bitwise_and_(255).to(torch.uint8)
+        shift = torch.arange(-(-nbytes // _BLOCK), device=device).bitwise_and_(255).to(torch.uint8)
+        self._pattern = (block[None, :] + shift[:, None]).view(-1)
+
+
+class _Exchange:
+    """The buffers of one matrix on one rank."""
+
+    def __init__(self, owner: RankExchange, matrix: IntArray, executor: str, messages: int, limit_s: float) -> None:
+        world = owner._world
+        self._owner, self._rank, self._limit_s = owner, world.rank, limit_s
+        self._flat = executor == "all-to-all"
+        self._messages = messages
+        self._out = matrix[world.rank].tolist()
+        self._in = matrix[:, world.rank].tolist()
+        self._parity = 0
+        self._received = torch.zeros(sum(self._in), dtype=torch.uint8, device=world.device)
+        self._from = list(torch.split(self._received, self._in))
+        self._receives = [
+            (peer, part) for peer, view in enumerate(self._from) for part in self._parts(view) if len(part)
+        ]
+        self._sends = [self._make_sends(parity) for parity in (0, 1)]
+        self._packed = [torch.cat(views) if self._flat else None for views in self._sends]
+
+    def _make_sends(self, parity: int) -> list[torch.Tensor]:
+        return [self._owner.slice_for(self._rank, peer, parity, count) for peer, count in enumerate(self._out)]
+
+    def _parts(self, view: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.chunk(view, self._messages)) if self._messages > 1 and len(view) else [view]
+
+    def run(self) -> None:
+        deadline = time.monotonic() + self._limit_s
+        packed = self._packed[self._parity]
+        if packed is not None:
+            exchange_flat(packed, self._out, self._received, self._in, deadline=deadline)
+            return
+        sends = [
+            (peer, part)
+            for peer, view in enumerate(self._sends[self._parity])
+            for part in self._parts(view)
+            if len(part)
+        ]
+        exchange_messages(sends, self._receives, tag=_TAG, deadline=deadline)
+
+    def wrong(self) -> torch.Tensor:
+        """Bytes that differ, by sender (world)."""
+        counts = torch.zeros(len(self._in), dtype=torch.int64)
+        for peer, view in enumerate(self._from):
+            if len(view):
+                wanted = self._owner.slice_for(peer, self._rank, self._parity, len(view))
+                if not torch.equal(view, wanted):
+                    counts[peer] = int(torch.count_nonzero(view != wanted))
+        return counts
+
+    def flip(self) -> None:
+        """Send other bytes next time, so that what an earlier call left behind cannot pass for new."""
+        self._parity = 1 - self._parity
+
+
+class RankPacking:
+    """Times gather and scatter on the ranks of node 0 at once (the ranks of one node pack together in a move)."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._clock = _Clock(world)
+
+    def measure(self, direction: str, run_bytes: int, segments: int, *, sampling: Sampling | None = None) -> Samples:
+        """See ``cells.MeasurePacking``. Collective."""
+        active = self._world.topology.node[self._world.rank] == 0
+        call = self._prepare(direction, run_bytes, segments) if active else _nothing
+        moved = float(run_bytes * segments * len(self._world.topology.ranks_of(0)))
+        return self._clock.sample(call, _nothing, moved, sampling or Sampling())
+
+    def _prepare(self, direction: str, run_bytes: int, segments: int) -> Callable[[], None]:
+        """Copies between a storage with a gap after every run and a message, through the very ``Copies`` of a move."""
+        if direction not in ("pack", "unpack"):
+            raise InputError(f"direction {direction!r} is not one of pack, unpack")
+        device = self._world.device
+        storage = torch.zeros(2 * segments * run_bytes // 2, dtype=torch.int16, device=device)
+        message = torch.zeros(segments * run_bytes // 2, dtype=torch.int16, device=device)
+        apart = [storage[2 * k * run_bytes // 2 :][: run_bytes // 2] for k in range(segments)]
+        together = list(torch.split(message, run_bytes // 2))
+        copies = Copies(together, apart) if direction == "pack" else Copies(apart, together)
+        return copies.run
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,236 @@
+"""The profile: everything a calibration found, as frozen data and as one JSON file that only this tool writes.
+
+``save(profile, path)`` writes it whole; ``load(path, expected=fingerprint)`` refuses one that was edited, is malformed, or
+was made elsewhere. No torch import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from relaymeter.calibration.cells import Cell, PackCell
+from relaymeter.calibration.costs import ExecutorCosts
+from relaymeter.calibration.links import Sharing
+from relaymeter.errors import InputError
+from relaymeter.records import dump_json, load_json, write_text
+from relaymeter.relayout.topology import Topology
+
+__all__ = ["PROFILE_SCHEMA", "ExecutorProfile", "Gate", "Profile", "differences", "from_json", "load", "save"]
+
+#: Version of the profile file. A reader refuses another one.
+PROFILE_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A check of the calibration's own quality: passed where ``value`` is at most ``limit``; value None: not measured."""
+
+    name: str
+    value: float | None
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value is not None and self.value <= self.limit
+
+
+@dataclass(frozen=True)
+class ExecutorProfile:
+    """Costs of one executor: the fit, its bootstrap replicates, and 5 % to 95 % intervals of named figures."""
+
+    costs: ExecutorCosts
+    replicates: tuple[ExecutorCosts, ...]
+    intervals: Mapping[str, tuple[float, float, float]]
+    """Figure (for example ``cross_node_port_bytes_per_s``) -> value, low, high."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "intervals": {name: list(triple) for name, triple in self.intervals.items()},
+            "costs": self.costs.to_dict(),
+            "replicates": [found.to_dict() for found in self.replicates],
+        }
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> ExecutorProfile:
+        intervals = {name: (float(v[0]), float(v[1]), float(v[2])) for name, v in entry["intervals"].items()}
+        found = tuple(ExecutorCosts.from_dict(one) for one in entry["replicates"])
+        return cls(ExecutorCosts.from_dict(entry["costs"]), found, intervals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One calibration. Equal on all ranks. ``executors`` is in order of how much was measured, the default one first."""
+
+    created_utc: str
+    fingerprint: Mapping[str, Any]
+    """What the profile is valid for: versions, machine, backend, world, nodes and NICs as declared, cluster."""
+    topology: Topology
+    """Nodes as the ranks see them, NICs as measured."""
+    executors: Mapping[str, ExecutorProfile]
+    gates: tuple[Gate, ...]
+    warnings: tuple[str, ...]
+    quick: bool
+    spent_s: float
+    """Wall time of the measurement."""
+    connect_s: Mapping[str, float]
+    """Seconds of the first exchange with every peer, by executor; in no other figure."""
+    cells: tuple[Cell, ...] = ()
+    pack_cells: tuple[PackCell, ...] = ()
+    sharing: tuple[Sharing, ...] = ()
+
+    @property
+    def executor(self) -> str:
+        """The executor that was measured most: the default one."""
+        return next(iter(self.executors))
+
+    @property
+    def machine_id(self) -> str:
+        """Hash of the fingerprint: what stands for the machine in records and folder names."""
+        return hashlib.sha256(_canonical(self.fingerprint)).hexdigest()[:12]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the content, written into the file and compared between ranks."""
+        return hashlib.sha256(_canonical(self._content())).hexdigest()
+
+    def costs(self, executor: str) -> ExecutorCosts:
+        """Costs of ``executor``. Raises InputError naming the measured ones."""
+        if executor not in self.executors:
+            raise InputError(
+                f"the profile has no executor {executor!r}, only {', '.join(self.executors)}: calibrate with it first"
+            )
+        return self.executors[executor].costs
+
+    def nic_rate(self, nic: int) -> float:
+        """Payload bytes per second of a NIC of the measured topology (the faster direction). Raises InputError where
+        nothing crosses nodes."""
+        link = self.costs(self.executor).cross_node
+        if link is None:
+            raise InputError("the profile was measured on a single node: it has no NIC rate; calibrate two nodes or more")
+        return link.curve.plateau_rate / min(link.port_out(nic), link.port_in(nic))
+
+    def nic_rates(self, topology: Topology) -> dict[int, float]:
+        """Payload bytes per second of every NIC of ``topology``; NICs that were not measured take the usual rate.
+
+        Empty on a single node. A topology of other NICs than the measured one takes the usual rate throughout.
+        """
+        link = self.costs(self.executor).cross_node
+        if topology.nodes < 2 or link is None:
+            return {}
+        same = topology == self.topology
+        return {nic: self.nic_rate(nic) if same else link.port_rate for nic in sorted(set(topology.nic))}
+
+    @property
+    def port_rate(self) -> float | None:
+        """Payload bytes per second that one rank receives inside its node; None where no node has two ranks."""
+        link = self.costs(self.executor).in_node
+        return None if link is None else link.port_rate
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "schema_version": PROFILE_SCHEMA,
+            "created_utc": self.created_utc,
+            "fingerprint": self.fingerprint,
+            "topology": self.topology.to_dict(),
+            "quick": self.quick,
+            "spent_s": self.spent_s,
+            "connect_s": dict(self.connect_s),
+            "warnings": list(self.warnings),
+            "gates": [{**asdict(gate), "passed": gate.passed} for gate in self.gates],
+            "executors": {name: found.to_dict() for name, found in self.executors.items()},
+            "sharing": [asdict(found) for found in self.sharing],
+            "cells": [cell.to_dict() for cell in self.cells],
+            "pack_cells": [cell.to_dict() for cell in self.pack_cells],
+        }
+
+    def to_json(self) -> str:
+        """The file's text: strict JSON, one member a line below the top level."""
+        content = {**self._content(), "sha256": self.sha256}
+        lines = (f'  "{key}": {_member(value)}' for key, value in content.items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The file's content as a JSON-ready dict."""
+        found: dict[str, Any] = json.loads(self.to_json())
+        return found
+
+
+def _member(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join("    " + dump_json(entry, indent=None).rstrip() for entry in value) + "\n  ]"
+    return dump_json(value, indent=None).rstrip()
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(json.loads(dump_json(value, indent=None)), sort_keys=True).encode()
+
+
+def from_json(entry: Any, place: str) -> Profile:
+    """The profile in parsed JSON. ``place`` names the file in errors. Raises InputError on anything but an intact profile."""
+    if not isinstance(entry, dict) or "sha256" not in entry or "executors" not in entry:
+        raise InputError(f"{place} is no profile: make one with relaymeter calibrate --out FILE")
+    if entry.get("schema_version") != PROFILE_SCHEMA:
+        raise InputError(
+            f"profile {place} has schema_version {entry.get('schema_version')!r}, this version reads {PROFILE_SCHEMA}: "
+            "calibrate again"
+        )
+    content = {key: value for key, value in entry.items() if key != "sha256"}
+    if hashlib.sha256(_canonical(content)).hexdigest() != entry["sha256"]:
+        raise InputError(f"profile {place} was edited after it was written (its sha256 differs): calibrate again")
+    try:
+        return Profile(
+            created_utc=entry["created_utc"],
+            fingerprint=entry["fingerprint"],
+            topology=Topology.from_dict(entry["topology"]),
+            executors={name: ExecutorProfile.from_dict(found) for name, found in entry["executors"].items()},
+            gates=tuple(Gate(gate["name"], gate["value"], gate["limit"]) for gate in entry["gates"]),
+            warnings=tuple(entry["warnings"]),
+            quick=entry["quick"],
+            spent_s=entry["spent_s"],
+            connect_s=entry["connect_s"],
+            cells=tuple(Cell.from_dict(cell) for cell in entry["cells"]),
+            pack_cells=tuple(PackCell.from_dict(cell) for cell in entry["pack_cells"]),
+            sharing=tuple(Sharing(**found) for found in entry["sharing"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"profile {place} is incomplete ({type(error).__name__}: {error}): calibrate again") from error
+
+
+def differences(profile: Profile, expected: Mapping[str, Any]) -> tuple[str, ...]:
+    """Entries of ``expected`` in which the profile's fingerprint differs, as ``"torch: profile 2.13.0, here 2.12.1"``."""
+    return tuple(
+        f"{key}: profile {_short(profile.fingerprint.get(key))}, here {_short(value)}"
+        for key, value in expected.items()
+        if _canonical(profile.fingerprint.get(key)) != _canonical(value)
+    )
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def load(path: Path, expected: Mapping[str, Any] | None = None, *, allow_mismatch: bool = False) -> Profile:
+    """Read a profile. ``expected``: fingerprint entries that must be equal, unless ``allow_mismatch``. Any rank or none.
+
+    Raises InputError: missing or malformed file (with line and column), another schema, edited, made elsewhere.
+    """
+    profile = from_json(load_json(path, "profile"), str(path))
+    differ = differences(profile, expected or {})
+    if differ and not allow_mismatch:
+        raise InputError(
+            f"profile {path} was made elsewhere ({'; '.join(differ)}): calibrate here, or add --allow-mismatch to use it "
+            "all the same"
+        )
+    return profile
+
+
+def save(profile: Profile, path: Path, *, force: bool = False) -> None:
+    """Write the profile whole, or not at all. Raises InputError where the file exists and ``force`` is not given."""
+    write_text(path, profile.to_json(), force=force)

@@ -1,0 +1,244 @@
+"""Command line: ``relaymeter calibrate | choose | plan | run``. Parses, hands over, turns errors into exit codes.
+
+Importing this imports neither torch nor deepspeed: the commands import what they need when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from relaymeter import __version__
+from relaymeter.errors import EXIT_OK, EXIT_USAGE, RelaymeterError
+from relaymeter.harness.config import nearest
+from relaymeter.relayout.topology import parse_grid
+from relaymeter.units import parse_bytes, parse_rate
+
+__all__ = ["build_parser", "main"]
+
+_EXECUTORS = ("auto", "send-recv", "all-to-all")
+
+_EXIT_CODES = """exit codes: 0 ok; 2 bad usage, config or input; 3 a gate missed; 4 cannot decide; 5 nothing measured;
+6 wrong bits; 7 a rank was lost; 124 time limit; 1 a crash"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line per error, exit code 2, abbreviations refused."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except RelaymeterError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def _nic(text: str) -> float | None:
+    return None if text == "none" else float(_typed(parse_rate)(text))
+
+
+def _fault(text: str) -> tuple[str, int]:
+    kind, _, rank = text.partition(":")
+    if kind not in ("flip", "kill", "stop") or not rank.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not flip:RANK, kill:RANK or stop:RANK")
+    return kind, int(rank)
+
+
+def _add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", metavar="FILE|-", help=f"{what} ('-' for standard output; the table then goes to stderr)"
+    )
+    group.add_argument("--force", action="store_true", help="replace files that exist")
+
+
+def _add_ranks(parser: argparse.ArgumentParser, default: str) -> None:
+    group = parser.add_argument_group(
+        "ranks", f"started on this machine, or the world of torchrun when started by it; {default}"
+    )
+    group.add_argument("--nodes", type=_count, metavar="N", help="nodes of the cluster in a box")
+    group.add_argument("--ranks-per-node", type=_count, metavar="N", help="ranks on each node")
+    group.add_argument(
+        "--nic",
+        type=_nic,
+        default=argparse.SUPPRESS,
+        metavar="RATE|none",
+        help="rate of a NIC, such as 400mbit; none: unshaped",
+    )
+    group.add_argument(
+        "--nic-per", choices=("rank", "node"), help="one NIC for each rank, or one shared by a node's ranks"
+    )
+    group.add_argument("--time-limit", type=_seconds, metavar="SECONDS", help="limit of the whole command")
+
+
+def _add_executor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--executor",
+        choices=_EXECUTORS,
+        default="auto",
+        help="exchange of a round (auto: send-recv on gloo, all-to-all on NCCL)",
+    )
+
+
+def _add_pricing(parser: argparse.ArgumentParser, scenario_help: str) -> None:
+    parser.add_argument("--scenario", required=True, metavar="NAME|FILE.toml", help=scenario_help)
+    parser.add_argument(
+        "--move", action="append", metavar="NAME", help="only this move of the scenario (may be repeated)"
+    )
+    parser.add_argument(
+        "--bucket-bytes",
+        type=_typed(parse_bytes),
+        metavar="SIZE",
+        help="largest bucket per rank, such as 8MiB (default: by the move's size)",
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. Its commands and options are frozen by a test."""
+    parser = _Parser(
+        prog="relaymeter",
+        description="Measure a cluster, price the routes of a move of sharded model state, choose, move, prove it.",
+        epilog="example: relaymeter plan --scenario qwen3-32b --topology 16x8\n\n" + _EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"relaymeter {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+
+    def add(name: str, summary: str, example: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + ".", epilog=f"example:\n  {example}"
+        )
+
+    calibrate = add(
+        "calibrate",
+        "measure what this cluster's exchanges cost and write the profile",
+        "relaymeter calibrate --nodes 2 --ranks-per-node 2 --nic 400mbit --out profile.json",
+    )
+    calibrate.add_argument("--out", required=True, type=Path, metavar="PROFILE", help="file to write the profile to")
+    _add_executor(calibrate)
+    calibrate.add_argument("--quick", action="store_true", help="fewer sizes and samples: faster, wider intervals")
+    calibrate.add_argument(
+        "--budget", type=_seconds, metavar="SECONDS", help="begin no further measurement after this time"
+    )
+    _add_ranks(calibrate, "by default 2 nodes of 2 ranks, unshaped")
+    _add_output(calibrate, "also write the profile as JSON here")
+    calibrate.set_defaults(handler=("commands_ranks", "calibrate"))
+
+    choose = add(
+        "choose",
+        "price direct, relay and spread with a profile; print thresholds and a route per block class",
+        "relaymeter choose --profile profile.json --scenario demo",
+    )
+    choose.add_argument("--profile", required=True, type=Path, metavar="PROFILE", help="profile that calibrate wrote")
+    _add_pricing(choose, "shipped scenario or a file")
+    _add_executor(choose)
+    choose.add_argument(
+        "--allow-mismatch", action="store_true", help="use a profile of another machine (stamped on the output)"
+    )
+    _add_output(choose, "write the choice as JSON")
+    choose.set_defaults(handler=("commands_offline", "choose"))
+
+    plan = add(
+        "plan",
+        "plan and price on metadata alone: any number of ranks, no GPU, nothing started",
+        "relaymeter plan --scenario qwen3-32b --topology 16x8 --profile profile.json",
+    )
+    _add_pricing(plan, "shipped scenario or a file")
+    plan.add_argument("--topology", required=True, type=_typed(parse_grid), metavar="NODESxRANKS", help="such as 16x8")
+    plan.add_argument("--nic-per", choices=("rank", "node"), default="rank", help="NICs of the planned cluster")
+    plan.add_argument("--profile", type=Path, metavar="PROFILE", help="price with this profile, of whatever machine")
+    _add_executor(plan)
+    _add_output(plan, "write the plan as JSON")
+    plan.set_defaults(handler=("commands_offline", "plan"))
+
+    run = add(
+        "run",
+        "move real weights by every route, check every bit, and table predicted against measured",
+        "relaymeter run --profile profile.json --scenario smoke --json rows.jsonl",
+    )
+    run.add_argument("--profile", required=True, type=Path, metavar="PROFILE", help="profile that calibrate wrote")
+    _add_pricing(run, "shipped scenario or a file")
+    _add_executor(run)
+    run.add_argument("--repeats", type=_count, default=5, metavar="N", help="timed repeats of each route (default 5)")
+    run.add_argument(
+        "--move-limit", type=_seconds, default=60.0, metavar="SECONDS", help="limit of one move (default 60)"
+    )
+    run.add_argument(
+        "--allow-mismatch", action="store_true", help="use a profile of another machine (stamped on every row)"
+    )
+    run.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the plot of predicted and measured times (png, svg, pdf)"
+    )
+    run.add_argument(
+        "--results", type=Path, metavar="DIR", help="also keep rows, profile and plot under DIR/<machine>/"
+    )
+    run.add_argument("--fault", type=_fault, help=argparse.SUPPRESS)
+    _add_ranks(run, "by default as the profile was measured")
+    _add_output(run, "write the rows as JSON Lines")
+    run.set_defaults(handler=("commands_ranks", "run"))
+    return parser
+
+
+def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    first = next((text for text in arguments if not text.startswith("-")), None)
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if first is not None and actions and first not in actions[0].choices:
+        parser.error(f"unknown command {first!r}: {nearest(first, actions[0].choices)}")
+
+
+def _speaker() -> str:
+    """Who speaks: nothing for one process or rank 0, the rank for the others of a world that was joined."""
+    from relaymeter.harness.launch import already_in_world
+
+    hint = already_in_world()
+    return f"[rank {hint.rank}] " if hint is not None and hint.rank else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Called in the parent, or on every rank under torchrun."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    _refuse_unknown_command(parser, arguments)
+    parsed = parser.parse_args(arguments)
+    module, function = parsed.handler
+    try:
+        handler = getattr(importlib.import_module(f"relaymeter.harness.{module}"), function)
+        return int(handler(parsed))
+    except RelaymeterError as error:
+        print(f"{_speaker()}relaymeter: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("relaymeter: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK

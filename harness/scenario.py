@@ -1,0 +1,178 @@
+"""Scenarios: finding them by name or file, and laying one out over the ranks of a topology.
+
+``load_scenario("smoke")`` reads a shipped one; ``source_layout(scenario, topology)`` and ``destination_layout(scenario,
+move, topology)`` are the two ends of a move, from metadata alone. Pure, any rank, no torch import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from relaymeter.errors import InputError, LayoutError
+from relaymeter.harness.config import Config, Count, MoveConfig, NodeChoice, Scenario, Whole, check, nearest, read_toml
+from relaymeter.harness.models import tensor_parallel_cuts, weight_aliases, weight_specs
+from relaymeter.records import load_json
+from relaymeter.relayout.geometry import row_major_strides
+from relaymeter.relayout.layout import Layout, Placement, TensorSpec
+from relaymeter.relayout.placements import tensor_parallel_layout, zero3_layout
+from relaymeter.relayout.topology import Topology
+
+__all__ = [
+    "destination_layout",
+    "load_scenario",
+    "replica_ranks",
+    "shipped_scenarios",
+    "source_layout",
+    "source_ranks",
+]
+
+
+class _Piece(Config):
+    """A box that a rank holds, stored row-major after the rank's earlier pieces of the tensor."""
+
+    rank: Whole
+    lo: tuple[Whole, ...]
+    shape: tuple[Count, ...]
+
+
+class _LayoutFile(Config):
+    """A layout written out: for every weight the boxes that ranks hold."""
+
+    tensors: Annotated[dict[str, tuple[_Piece, ...]], Field(min_length=1)]
+
+
+def shipped_scenarios() -> tuple[str, ...]:
+    """Names of the scenarios that come with the package."""
+    folder = files("relaymeter.harness") / "scenarios"
+    return tuple(sorted(e.name.removesuffix(".toml") for e in folder.iterdir() if e.name.endswith(".toml")))
+
+
+def load_scenario(text: str) -> Scenario:
+    """The shipped scenario named ``text``, or the one in the TOML file ``text``. Raises InputError."""
+    path = Path(text)
+    if path.suffix != ".toml" and "/" not in text:
+        names = shipped_scenarios()
+        if text not in names:
+            raise InputError(f"unknown scenario {text!r}: {nearest(text, names)}, or a path ending in .toml")
+        path = Path(str(files("relaymeter.harness") / "scenarios" / f"{text}.toml"))
+    scenario = read_toml(path, Scenario, name=path.stem)
+    beside = path.resolve().parent
+
+    def found(layout: str | None) -> str | None:
+        return None if layout is None else str(beside / layout)
+
+    source = scenario.source.model_copy(update={"layout": found(scenario.source.layout)})
+    moves = tuple(move.model_copy(update={"layout": found(move.layout)}) for move in scenario.moves)
+    return scenario.model_copy(update={"source": source, "moves": moves})
+
+
+def _nodes(choice: NodeChoice, topology: Topology, what: str) -> tuple[int, ...]:
+    have = topology.nodes
+    if isinstance(choice, tuple):
+        outside = [node for node in choice if node >= have]
+        if outside:
+            raise InputError(f"{what}: node {outside[0]} of {have} nodes (numbered 0 to {have - 1}): give more nodes")
+        return choice
+    first = -(-have // 2)
+    nodes = {"first-half": range(first), "second-half": range(first, have), "all": range(have)}[choice]
+    if not nodes:
+        raise InputError(f"{what}: the {choice} of {have} node is 0 nodes: give at least 2 nodes")
+    return tuple(nodes)
+
+
+def _ranks(choice: NodeChoice, topology: Topology, what: str) -> tuple[int, ...]:
+    return tuple(rank for node in _nodes(choice, topology, what) for rank in topology.ranks_of(node))
+
+
+def source_ranks(scenario: Scenario, topology: Topology) -> tuple[int, ...]:
+    """Ranks of the trainer. Raises InputError where the topology has not the nodes."""
+    return _ranks(scenario.source.nodes, topology, f"scenario {scenario.name}, source")
+
+
+def replica_ranks(scenario: Scenario, move: MoveConfig, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each replica, neighbours by number. Raises InputError, with the equation, where they do not fit."""
+    what = f"scenario {scenario.name}, move {move.name}"
+    ranks = _ranks(move.nodes, topology, what)
+    degree = move.tensor_parallel
+    nodes = sorted({topology.node[rank] for rank in ranks})
+    copies = move.replicas or max(1, len(ranks) // degree)
+    if degree * copies > len(ranks):
+        raise InputError(
+            f"{what}: tensor_parallel {degree} x replicas {copies} = {degree * copies} ranks asked, "
+            f"{len(ranks)} given (nodes {_span(nodes)}): give more ranks or a smaller degree"
+        )
+    if move.replicas is None and len(ranks) % degree:
+        raise InputError(
+            f"{what}: {len(ranks)} ranks (nodes {_span(nodes)}) % tensor_parallel {degree} = {len(ranks) % degree}, "
+            "not 0: set replicas, or give a multiple of the degree"
+        )
+    return tuple(ranks[k * degree : (k + 1) * degree] for k in range(copies))
+
+
+def _span(nodes: Sequence[int]) -> str:
+    return f"{nodes[0]} to {nodes[-1]}" if len(nodes) > 2 else " and ".join(str(node) for node in nodes)
+
+
+def source_layout(scenario: Scenario, topology: Topology) -> Layout:
+    """Where the weights are before a move. Raises InputError, LayoutError."""
+    geometry = scenario.model.geometry()
+    specs = weight_specs(geometry)
+    aliases = weight_aliases(geometry)
+    if scenario.source.layout is not None:
+        return _read_layout(Path(scenario.source.layout), specs, topology, aliases)
+    return zero3_layout(specs, source_ranks(scenario, topology), topology.world_size, aliases=aliases)
+
+
+def destination_layout(scenario: Scenario, move: MoveConfig, topology: Topology) -> Layout:
+    """Where ``move`` brings the weights. Raises InputError, LayoutError."""
+    geometry = scenario.model.geometry()
+    specs = weight_specs(geometry)
+    aliases = weight_aliases(geometry)
+    if move.layout is not None:
+        return _read_layout(Path(move.layout), specs, topology, aliases)
+    replicas = replica_ranks(scenario, move, topology)
+    cuts = tensor_parallel_cuts(geometry)
+    return tensor_parallel_layout(specs, cuts, replicas, topology.world_size, move.name, aliases)
+
+
+def _read_layout(path: Path, specs: Mapping[str, TensorSpec], topology: Topology, aliases: Mapping[str, str]) -> Layout:
+    entry = check(_LayoutFile, load_json(path, "layout"), str(path))
+    unknown = sorted(set(entry.tensors) - set(specs))
+    if unknown:
+        raise InputError(f"{path}: the model has no weight {unknown[0]!r}: {nearest(unknown[0], specs)}")
+    missing = [name for name in specs if name not in entry.tensors]
+    if missing:
+        raise LayoutError(f"{path}: weight {missing[0]} is held by no rank (and {len(missing) - 1} more)")
+    placements = {name: _placement(path, specs[name], entry.tensors[name]) for name in specs}
+    layout = Layout(path.stem, topology.world_size, dict(specs), placements, dict(aliases))
+    layout.check()
+    return layout
+
+
+def _placement(path: Path, spec: TensorSpec, pieces: Sequence[_Piece]) -> Placement:
+    dims = len(spec.shape)
+    ordered = sorted(pieces, key=lambda piece: piece.rank)
+    storage: dict[int, int] = {}
+    offsets = []
+    for piece in ordered:
+        if len(piece.lo) != dims or len(piece.shape) != dims:
+            raise LayoutError(
+                f"{path}: weight {spec.name} has {dims} dims; rank {piece.rank} holds lo {list(piece.lo)}"
+            )
+        offsets.append(storage.get(piece.rank, 0))
+        storage[piece.rank] = offsets[-1] + int(np.prod(piece.shape, dtype=np.int64))
+    box = (len(ordered), dims)
+    return Placement(
+        rank=np.asarray([piece.rank for piece in ordered], dtype=np.int64),
+        lo=np.asarray([piece.lo for piece in ordered], dtype=np.int64).reshape(box),
+        shape=np.asarray([piece.shape for piece in ordered], dtype=np.int64).reshape(box),
+        offset=np.asarray(offsets, dtype=np.int64),
+        stride=np.asarray([row_major_strides(piece.shape) for piece in ordered], dtype=np.int64).reshape(box),
+        storage=storage,
+    )

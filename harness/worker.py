@@ -1,0 +1,92 @@
+"""A rank: joins the world, does its job, and rank 0 writes the result.
+
+``python -m relaymeter.harness.worker JOB.json RESULT.json`` is what the launcher runs once per rank;
+``work(job)`` is the same for a process that torchrun has started as a rank already.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from relaymeter.errors import EXIT_CRASH, EXIT_OK, RankLost, RelaymeterError
+from relaymeter.harness.config import CalibrateJob, RunJob, check
+from relaymeter.harness.world import World, join
+from relaymeter.records import dump_json, load_json, write_text
+
+__all__ = ["main", "work"]
+
+Job = CalibrateJob | RunJob
+
+
+def work(job: Job, say: Callable[[str], None]) -> tuple[int, dict[str, Any] | None]:
+    """Join the world and do ``job``. Every rank calls it; returns its exit code and, on rank 0, the result.
+
+    ``say`` gets lines for people, on rank 0. Errors are printed to standard error and become the exit code.
+    """
+    world: World | None = None
+    lost: tuple[int, ...] = ()
+    try:
+        world = join(job.time_limit_s, nic_per=job.nic_per)
+        return EXIT_OK, _do(job, world, say)
+    except RelaymeterError as error:
+        lost = error.ranks if isinstance(error, RankLost) else ()
+        print(f"relaymeter: {error}", file=sys.stderr, flush=True)
+        return error.exit_code, None
+    except Exception:
+        traceback.print_exc()
+        return EXIT_CRASH, None
+    finally:
+        if world is not None:
+            world.close(lost)
+
+
+def _do(job: Job, world: World, say: Callable[[str], None]) -> dict[str, Any] | None:
+    quiet = say if world.rank == 0 else _nothing
+    if isinstance(job, RunJob):
+        from relaymeter.harness.run import run_job
+
+        rows = run_job(job, world, quiet)
+        return {"rows": [row.to_dict() for row in rows]} if world.rank == 0 else None
+    from relaymeter.calibration.calibrate import run_calibration
+
+    def progress(fraction: float, text: str) -> None:
+        quiet(f"calibrate {fraction:4.0%}  {text}")
+
+    profile = run_calibration(
+        world,
+        quick=job.quick,
+        budget_s=job.budget_s,
+        executors=None if job.executor == "auto" else (job.executor,),
+        cluster=None if job.cluster is None else job.cluster.model_dump(),
+        progress=progress,
+    )
+    return profile.to_dict() if world.rank == 0 else None
+
+
+def _nothing(_: str) -> None:
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the job, do it, and on rank 0 write the result. Returns the exit code."""
+    job_path, result_path = (Path(text) for text in (sys.argv[1:] if arguments is None else arguments))
+    entry = load_json(job_path, "job")
+    place = str(job_path)
+    is_run = entry.get("kind") == "run"
+    job: Job = check(RunJob, entry, place) if is_run else check(CalibrateJob, entry, place)
+    code, result = work(job, lambda text: print(text, flush=True))
+    if code == EXIT_OK and result is not None:
+        write_text(result_path, dump_json(result))
+    return code
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # a process group with a dead member may hold threads that an ordinary exit would wait for

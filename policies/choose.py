@@ -1,0 +1,276 @@
+"""The choice: a route for every class of blocks, made on the joint load and only where the gain exceeds the prices' error.
+
+``choose(plan, topology, profile, bucket_bytes=..., executor=...)`` prices all-direct, all-relay and all-spread, then
+improves the best of them class by class, re-pricing the whole move each time. Pure, no torch import; equal everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaymeter.calibration.profiles import Profile
+from relaymeter.policies.fixed import fixed_route
+from relaymeter.policies.price import Price, Pricer
+from relaymeter.policies.thresholds import Threshold, find_thresholds, possible_fanouts
+from relaymeter.relayout.bounds import lower_bound
+from relaymeter.relayout.planner import ClassPlan, MovePlan
+from relaymeter.relayout.routes import DIRECT, ROUTES, BlockGroups, block_groups
+from relaymeter.relayout.schedule import build_schedule
+from relaymeter.relayout.topology import Topology
+
+__all__ = ["Choice", "ClassRow", "choose"]
+
+Codes = NDArray[np.int8]
+
+#: What the search builds at most, beyond the uniform schedules; the same on every machine, unlike a time limit.
+SEARCH_SCHEDULES = 24
+SEARCH_ROWS = 500_000
+#: A route that is this much slower than the best for a class alone is not tried for it in the whole move.
+_HOPELESS = 1.25
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """One class of blocks: what it is, its route, and its prices when all its blocks move alone.
+
+    ``bytes`` counts each block once; ``route`` and the prices of relay and spread are None where there is no choice
+    (the holder is on the destination's node, or one rank of the node wants the block).
+    """
+
+    label: str
+    tensors: int
+    blocks: int
+    bytes: int
+    elements: int
+    itemsize: int
+    fanout: int
+    route: str | None
+    price_direct_s: float
+    price_relay_s: float | None
+    price_spread_s: float | None
+    bound_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The routes of a move and why.
+
+    route (g): code per group. candidates: the uniform routes' prices by name. chosen, fixed: prices of ``route`` and of
+    today's constants. error: the relative error of the prices, which a gain has to exceed. min_relay, min_split: by
+    destination ranks per node. regret_fixed_s: what keeping today's constants costs, against the chosen route.
+    """
+
+    route: Codes
+    name: str
+    """``direct``, ``relay``, ``spread`` where all groups with a choice take one route, else ``mixed``."""
+    classes: tuple[ClassRow, ...]
+    candidates: Mapping[str, Price]
+    chosen: Price
+    fixed: Price
+    error: float
+    min_relay: Mapping[int, Threshold]
+    min_split: Mapping[int, Threshold]
+    schedules: int
+    """Schedules that were priced."""
+
+    @property
+    def regret_fixed_s(self) -> float:
+        return self.fixed.total_s - self.chosen.total_s
+
+    @property
+    def regret_fixed(self) -> float:
+        """``regret_fixed_s`` as a share of the chosen route's time."""
+        return self.regret_fixed_s / self.chosen.total_s if self.chosen.total_s > 0 else 0.0
+
+
+def choose(
+    plan: MovePlan,
+    topology: Topology,
+    profile: Profile,
+    *,
+    bucket_bytes: int,
+    executor: str,
+    groups: BlockGroups | None = None,
+    thresholds: bool = True,
+) -> Choice:
+    """Choose a route for every block class of ``plan``. Pure.
+
+    ``groups`` spares computing them again; ``thresholds`` False leaves those empty. Raises InputError where the profile
+    lacks the executor or a kind of link that the move uses.
+    """
+    groups = block_groups(plan, topology) if groups is None else groups
+    search = _Search(plan, topology, profile, bucket_bytes, executor, groups)
+    candidates = {name: search.price(groups.uniform(code)) for code, name in enumerate(ROUTES)}
+    fixed = search.price(fixed_route(groups))
+    codes, chosen = search.best(candidates)
+    used = set(np.unique(codes[groups.has_choice]).tolist())
+    relay: Mapping[int, Threshold] = {}
+    split: Mapping[int, Threshold] = {}
+    if thresholds:
+        fanouts = tuple(sorted(set(groups.fanout[groups.has_choice].tolist()))) or possible_fanouts(topology)
+        relay, split = find_thresholds(
+            profile, topology, executor, fanouts=fanouts, bucket_bytes=bucket_bytes, itemsize=_itemsize(groups)
+        )
+    return Choice(
+        route=codes,
+        name="direct" if not used else ROUTES[used.pop()] if len(used) == 1 else "mixed",
+        classes=tuple(search.row(index, codes) for index in range(len(groups.classes))),
+        candidates=candidates,
+        chosen=chosen,
+        fixed=fixed,
+        error=search.pricer.error,
+        min_relay=relay,
+        min_split=split,
+        schedules=search.built,
+    )
+
+
+class _Search:
+    """Prices route arrays of one plan, each once."""
+
+    def __init__(
+        self, plan: MovePlan, topology: Topology, profile: Profile, bucket_bytes: int, executor: str, groups: BlockGroups
+    ) -> None:
+        self.plan, self.topology, self.profile = plan, topology, profile
+        self.bucket_bytes, self.executor, self.groups = bucket_bytes, executor, groups
+        self.pricer = Pricer(profile, topology, executor)
+        self.built = 0
+        self._rows = 0
+        self._known: dict[bytes, Price] = {}
+        self._alone: dict[int, list[float]] = {}
+        self._rates = profile.nic_rates(topology)
+
+    def price(self, codes: Codes) -> Price:
+        """Price of a route array; groups without a choice count as direct."""
+        key = np.where(self.groups.has_choice, codes, DIRECT).astype(np.int8).tobytes()
+        if key not in self._known:
+            self._known[key] = self._build(self.plan, codes)
+            self.built += 1
+        return self._known[key]
+
+    def _build(self, plan: MovePlan, codes: Codes) -> Price:
+        loads = build_schedule(plan, self.topology, codes, self.bucket_bytes).loads(self.executor)
+        self._rows = max(self._rows, len(loads.src))
+        return self.pricer.price(loads)
+
+    def best(self, uniform: Mapping[str, Price]) -> tuple[Codes, Price]:
+        """The chosen route array: the best of four starts, then improved class by class.
+
+        Starts: all direct, the better of all-relay and all-spread, every class by its own best route alone, and today's
+        constants. One is taken over the one before, and a class is switched, only where the gain exceeds the error of
+        what it is a gain on: the whole move's price, the class's own price.
+        """
+        direct, error = uniform["direct"], self.pricer.error
+        codes, price = self.groups.uniform(DIRECT), direct
+        name = min(("relay", "spread"), key=lambda route: uniform[route].total_s)
+        if direct.total_s - uniform[name].total_s > error * direct.total_s:
+            codes, price = self.groups.uniform(ROUTES.index(name)), uniform[name]
+        for start in (self._each_alone(), fixed_route(self.groups)):
+            found = self.price(start)
+            if price.total_s - found.total_s > error * price.total_s:
+                codes, price = start, found
+        return self._improve(codes, price)
+
+    def _each_alone(self) -> Codes:
+        codes = self.groups.uniform(DIRECT)
+        for index in self._choices:
+            prices = self.alone(index)
+            best = int(np.argmin(prices))
+            if prices[DIRECT] - prices[best] > self.pricer.error * prices[DIRECT]:
+                codes[self.groups.class_index == index] = best
+        return codes
+
+    def _improve(self, codes: Codes, price: Price) -> tuple[Codes, Price]:
+        limit = self.built + min(SEARCH_SCHEDULES, SEARCH_ROWS // max(self._rows, 1))
+        for index in self._choices:
+            mine = self.groups.class_index == index
+            alone = self.alone(index)
+            margin = self.pricer.error * min(alone)
+            for code in (k for k in range(len(ROUTES)) if alone[k] <= _HOPELESS * min(alone)):
+                if self.built >= limit:
+                    return codes, price
+                trial = np.where(mine, np.int8(code), codes)
+                found = self.price(trial)
+                if price.total_s - found.total_s > margin:
+                    codes, price = trial, found
+        return codes, price
+
+    @cached_property
+    def _choices(self) -> tuple[int, ...]:
+        """Block classes that have a choice and are more than the error's share of all bytes, largest first."""
+        kinds = self.groups.classes
+        weight = [kind.bytes * kind.fanout for kind in kinds]
+        least = self.pricer.error * sum(weight) / 4
+        order = sorted(range(len(kinds)), key=lambda index: (-weight[index], index))
+        return tuple(index for index in order if kinds[index].has_choice and weight[index] > least)
+
+    def alone(self, index: int) -> list[float]:
+        """Seconds of a block class moved alone, by each route (by direct only where it has no choice)."""
+        if index not in self._alone:
+            rows = np.flatnonzero(self.groups.class_index == index)
+            codes = range(len(ROUTES)) if self.groups.classes[index].has_choice else (DIRECT,)
+            part = self._only(rows)
+            self._alone[index] = [self._build(part, np.full(len(rows), code, np.int8)).total_s for code in codes]
+        return self._alone[index]
+
+    def row(self, index: int, codes: Codes) -> ClassRow:
+        """The table's row of a block class."""
+        kind = self.groups.classes[index]
+        rows = np.flatnonzero(self.groups.class_index == index)
+        prices = [*self.alone(index), None, None]
+        bound = lower_bound(self._only(rows), self.topology, self._rates, self.profile.port_rate)
+        return ClassRow(
+            label=kind.label,
+            tensors=kind.tensors,
+            blocks=kind.groups,
+            bytes=kind.bytes,
+            elements=kind.elements,
+            itemsize=kind.itemsize,
+            fanout=kind.fanout,
+            route=ROUTES[int(codes[rows[0]])] if kind.has_choice else None,
+            price_direct_s=float(prices[DIRECT] or 0.0),
+            price_relay_s=prices[1],
+            price_spread_s=prices[2],
+            bound_s=bound.seconds,
+        )
+
+    def _only(self, rows: NDArray[np.int64]) -> MovePlan:
+        """The plan of these groups (of one plan class) alone."""
+        which = int(self.groups.plan_class[rows[0]])
+        whole = self.plan.classes[which]
+        local = rows - int(self.plan.group_start[which])
+        tensors = tuple(self.plan.tensors[int(t)] for t in whole.tensors)
+        return MovePlan(tensors, (_select(whole, local, len(tensors)),), self.topology, self.plan.input_hash)
+
+
+def _select(plan: ClassPlan, rows: NDArray[np.int64], tensors: int) -> ClassPlan:
+    keep = np.isin(plan.group_of_segment, rows)
+    count = (plan.fanout * plan.segments)[rows]
+    columns = ("src_rank", "dst_rank", "lo", "shape", "src_offset", "src_stride", "dst_offset", "dst_stride")
+    per_group = ("group_src", "group_node", "fanout", "segments", "elements", "region")
+    return replace(
+        plan,
+        tensors=np.arange(tensors, dtype=np.int64),
+        group=np.arange(len(rows), dtype=np.int64),
+        start=(np.cumsum(count) - count).astype(np.int64),
+        **{name: getattr(plan, name)[keep] for name in columns},
+        **{name: getattr(plan, name)[rows] for name in per_group},
+    )
+
+
+def _itemsize(groups: BlockGroups) -> int:
+    """Bytes per element of most of the bytes that have a choice."""
+    size = groups.elements * groups.itemsize * groups.count
+    sizes = np.unique(groups.itemsize)
+    if not len(sizes):
+        return 2
+    return int(max(sizes.tolist(), key=lambda item: float(size[groups.itemsize == item].sum())))

@@ -1,0 +1,305 @@
+"""The price of a schedule: seconds predicted from its round loads and a profile's costs. Pure NumPy, no torch import.
+
+``price_loads(schedule.loads(executor), topology, profile, executor)`` prices one schedule; a ``Pricer`` prices many.
+
+Per round and rank: pack, then communicate, then unpack. Communication is the call's floor, plus the messages beyond the
+first, plus the longer of in-node and cross-node traffic, plus the part of the shorter one that does not overlap. The
+traffic of a link class takes as long as a lone flow of *effective bytes*, the largest over the pair (with the duplex of
+the executor), the rank's port (fan-in, fan-out, turn), the NIC in both directions, the node and the whole cluster.
+Rounds follow each other as they are executed, without a barrier: a rank begins a round when it and its peers are ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, ExecutorCosts, LinkCosts, PackCosts
+from relaymeter.calibration.patterns import Flow
+from relaymeter.calibration.profiles import Profile
+from relaymeter.errors import InputError
+from relaymeter.relayout.segments import RoundLoads
+from relaymeter.relayout.topology import Topology
+
+__all__ = ["ERROR_FLOOR", "Price", "Pricer", "RoundTerms", "flow_loads", "price_loads"]
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+#: No prediction is taken to be better than this share, however well the validation went.
+ERROR_FLOOR = 0.03
+
+
+@dataclass(frozen=True, eq=False)
+class Price:
+    """Predicted seconds of a whole schedule.
+
+    low_s, high_s: within the error of the prices on the profile's uneven matrices. rounds_s (rounds): what each round
+    adds. breakdown: seconds of the slowest rank's parts (``pack_s``, ``in_node_s``, ``cross_node_s``, ``other_s``,
+    ``unpack_s``; the two traffic parts as if alone). extrapolated: a load lies beyond the measured sizes, or the topology
+    is not the measured one.
+    """
+
+    total_s: float
+    low_s: float
+    high_s: float
+    rounds_s: FloatArray
+    breakdown: Mapping[str, float]
+    extrapolated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class RoundTerms:
+    """Seconds per round and rank (rounds, world): pack, communicate, unpack, and the two kinds of traffic alone."""
+
+    pack: FloatArray
+    communicate: FloatArray
+    unpack: FloatArray
+    in_node: FloatArray
+    cross_node: FloatArray
+    extrapolated: bool
+
+    @property
+    def steady(self) -> FloatArray:
+        """What each round takes among equal neighbours (rounds): one rank unpacks while another packs already."""
+        return (self.communicate + np.maximum(self.pack, self.unpack)).max(axis=1)
+
+
+def price_loads(loads: RoundLoads, topology: Topology, profile: Profile, executor: str) -> Price:
+    """Price one schedule. Pure; any process. Raises InputError where the profile lacks the executor or a link class."""
+    return Pricer(profile, topology, executor).price(loads)
+
+
+def flow_loads(flows: list[Flow]) -> RoundLoads:
+    """A single round of flows (src, dst, bytes), one message each, nothing packed: what a calibration cell moves."""
+    src, dst, size = (np.asarray([flow[k] for flow in flows], dtype=np.int64) for k in range(3))
+    none = np.zeros(len(flows), dtype=np.int64)
+    return RoundLoads(1, none, src, dst, size, none + 1, none, none, none, none)
+
+
+class Pricer:
+    """Prices schedules of one topology with one profile and executor.
+
+    ``costs`` replaces the profile's fit (a bootstrap replicate). A topology other than the measured one takes the usual
+    port throughout and is marked extrapolated.
+    """
+
+    def __init__(self, profile: Profile, topology: Topology, executor: str, costs: ExecutorCosts | None = None) -> None:
+        self.profile = profile
+        self.topology = topology
+        self.executor = executor
+        self.costs = profile.costs(executor) if costs is None else costs
+        self._measured = topology == profile.topology
+
+    @cached_property
+    def error(self) -> float:
+        """Relative error of the prices: the median over the profile's uneven matrices, at least ``ERROR_FLOOR``."""
+        return max(ERROR_FLOOR, float(np.median(self.matrix_errors))) if len(self.matrix_errors) else 2 * ERROR_FLOOR
+
+    @cached_property
+    def spread(self) -> float:
+        """Relative half-width of a price's interval: nine tenths of the uneven matrices lie within it."""
+        return max(self.error, float(np.quantile(self.matrix_errors, 0.9))) if len(self.matrix_errors) else 2 * self.error
+
+    @cached_property
+    def matrix_errors(self) -> FloatArray:
+        """Absolute relative errors of this model on the uneven matrices that calibration measured and never fitted."""
+        own = Pricer(self.profile, self.profile.topology, self.executor)
+        found = [
+            abs(float(own.terms(flow_loads(list(cell.flows))).communicate.max()) / cell.median_s - 1)
+            for cell in self.profile.cells
+            if cell.pattern == "uneven" and cell.executor == self.executor
+        ]
+        return np.asarray(found, dtype=np.float64)
+
+    def price(self, loads: RoundLoads) -> Price:
+        """Price ``loads``. Raises InputError where a link class was not measured."""
+        terms = self.terms(loads)
+        ends = self._run(loads, terms)
+        total = float(ends[-1]) if len(ends) else 0.0
+        rounds = np.diff(np.concatenate([[0.0], ends]))
+        width = self.spread * (1 if self._measured and not terms.extrapolated else 2)
+        parts = {
+            "pack_s": float(terms.pack.max(axis=1).sum()),
+            "in_node_s": float(terms.in_node.max(axis=1).sum()),
+            "cross_node_s": float(terms.cross_node.max(axis=1).sum()),
+            "unpack_s": float(terms.unpack.max(axis=1).sum()),
+        }
+        return Price(
+            total_s=total,
+            low_s=total / (1 + width),
+            high_s=total * (1 + width),
+            rounds_s=rounds,
+            breakdown=parts,
+            extrapolated=terms.extrapolated or not self._measured,
+        )
+
+    def terms(self, loads: RoundLoads) -> RoundTerms:
+        """Seconds of every round on every rank, before they are put one after the other."""
+        costs, world, node = self.costs, self.topology.world_size, self.topology.node_array
+        shape = (loads.rounds, world)
+        moved = loads.bytes > 0
+        local = (loads.src == loads.dst) & moved
+        far = (node[loads.src] != node[loads.dst]) & moved
+        near = moved & ~local & ~far
+        seconds: dict[str, FloatArray] = {}
+        extrapolated = False
+        for kind, rows in ((IN_NODE, near), (CROSS_NODE, far)):
+            seconds[kind] = np.zeros(shape)
+            if rows.any():
+                traffic = _Traffic(self._link(kind), kind, self.topology, self._measured, loads, rows)
+                seconds[kind] = traffic.seconds
+                extrapolated |= traffic.extrapolated
+        floor = costs.floor_s
+        busy_near, busy_far = seconds[IN_NODE] > 0, seconds[CROSS_NODE] > 0
+        near_s = np.where(busy_near, np.maximum(seconds[IN_NODE] - floor, 0.0), 0.0)
+        far_s = np.where(busy_far, np.maximum(seconds[CROSS_NODE] - floor, 0.0), 0.0)
+        communicate = np.maximum(near_s, far_s) + (1 - costs.overlap) * np.minimum(near_s, far_s)
+        # Every rank takes part in an all-to-all; with send-recv a rank without a message makes no call.
+        present = np.ones(shape, dtype=bool) if self.executor == "all-to-all" else busy_near | busy_far
+        communicate = np.where(present, communicate + floor, 0.0)
+        pack = self._packing(costs.pack, loads, loads.src, loads.pack_bytes, loads.pack_segments)
+        copied = np.where(local, loads.bytes, loads.unpack_bytes)
+        pieces = np.where(local, 1, loads.unpack_segments)
+        unpack = self._packing(costs.unpack, loads, loads.dst, copied, pieces)
+        return RoundTerms(pack, communicate, unpack, near_s, far_s, extrapolated)
+
+    def _link(self, kind: str) -> LinkCosts:
+        link = self.costs.link(kind)
+        if link is None:
+            where = "inside a node" if kind == IN_NODE else "between nodes"
+            raise InputError(f"the move sends bytes {where}, but the profile has no such link: calibrate a cluster with one")
+        return link
+
+    def _packing(
+        self, costs: PackCosts, loads: RoundLoads, rank: IntArray, nbytes: IntArray, segments: IntArray
+    ) -> FloatArray:
+        shape, cells = (loads.rounds, self.topology.world_size), loads.rounds * self.topology.world_size
+        key = loads.round * self.topology.world_size + rank
+        count = np.bincount(key, weights=segments, minlength=cells)
+        moved = np.bincount(key, weights=nbytes, minlength=cells)
+        seconds = count * costs.segment_s + moved * costs.byte_s + np.where(count > 0, costs.call_s, 0.0)
+        return seconds.reshape(shape)
+
+    def _run(self, loads: RoundLoads, terms: RoundTerms) -> FloatArray:
+        """When the last rank is through with each round (rounds), rounds following each other without a barrier."""
+        clock = np.zeros(self.topology.world_size)
+        ends = np.zeros(loads.rounds)
+        used = np.flatnonzero((loads.src != loads.dst) & (loads.bytes > 0))
+        used = used[np.argsort(loads.round[used], kind="stable")]
+        edge = np.searchsorted(loads.round[used], np.arange(loads.rounds + 1))
+        src, dst = loads.src[used], loads.dst[used]
+        together = self.executor == "all-to-all"
+        for number in range(loads.rounds):
+            ready = clock + terms.pack[number]
+            if together:
+                start = np.full_like(ready, ready.max())
+            else:
+                ours, theirs = src[edge[number] : edge[number + 1]], dst[edge[number] : edge[number + 1]]
+                start = ready.copy()
+                np.maximum.at(start, theirs, ready[ours])
+                np.maximum.at(start, ours, ready[theirs])
+            clock = start + terms.communicate[number] + terms.unpack[number]
+            ends[number] = clock.max()
+        return np.maximum.accumulate(ends)
+
+
+class _Traffic:
+    """Seconds per round and rank that the rows of one link class take, as if there were no other class."""
+
+    def __init__(
+        self, link: LinkCosts, kind: str, topology: Topology, measured: bool, loads: RoundLoads, rows: NDArray[np.bool_]
+    ) -> None:
+        self._link, self._topology = link, topology
+        self._world, self._rounds = topology.world_size, loads.rounds
+        self._round, self._src, self._dst = loads.round[rows], loads.src[rows], loads.dst[rows]
+        self._bytes = loads.bytes[rows].astype(np.float64)
+        messages = loads.messages[rows].astype(np.float64)
+        out_key, in_key = self._round * self._world + self._src, self._round * self._world + self._dst
+        out, into = self._sum(out_key, self._bytes), self._sum(in_key, self._bytes)
+        effective = self._pairs(out_key, in_key)
+        both = self._both(self._fan(out, out_key, link.fan_out), self._fan(into, in_key, link.fan_in))
+        effective = np.maximum(effective, both)
+        busy = (out + into) > 0
+        effective = np.maximum(effective, self._shared(out, into, kind, measured))
+        self.extrapolated = bool(effective.max(initial=0.0) > link.curve.largest)
+        beyond = np.maximum(np.maximum(self._sum(out_key, messages), self._sum(in_key, messages)) - 1, 0.0)
+        self.seconds: FloatArray = np.where(busy, link.curve.time(effective) + beyond * link.message_s, 0.0)
+
+    def _sum(self, key: IntArray, values: FloatArray) -> FloatArray:
+        return np.bincount(key, weights=values, minlength=self._rounds * self._world).reshape(self._rounds, self._world)
+
+    def _largest(self, key: IntArray, values: FloatArray) -> FloatArray:
+        found = np.zeros(self._rounds * self._world)
+        np.maximum.at(found, key, values)
+        return found.reshape(self._rounds, self._world)
+
+    def _pairs(self, out_key: IntArray, in_key: IntArray) -> FloatArray:
+        """Largest effective bytes of a rank's pairs: the larger direction plus ``two_way`` of the smaller."""
+        size = self._bytes
+        if self._link.two_way > 0:
+            size = self._with_return(size)
+        return np.maximum(self._largest(out_key, size), self._largest(in_key, size))
+
+    def _with_return(self, size: FloatArray) -> FloatArray:
+        world = self._world
+        pair, back = self._src * world + self._dst, self._dst * world + self._src
+        ever = np.zeros(world * world, dtype=bool)
+        ever[pair] = True
+        rows = np.flatnonzero(ever[back])
+        if not len(rows):
+            return size
+        key = self._round[rows] * (world * world) + pair[rows]
+        order = np.argsort(key, kind="stable")
+        ordered = key[order]
+        wanted = self._round[rows] * (world * world) + back[rows]
+        place = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
+        there = np.where(ordered[place] == wanted, size[rows[order[place]]], 0.0)
+        merged = size.copy()
+        merged[rows] = np.maximum(size[rows], there) + self._link.two_way * np.minimum(size[rows], there)
+        return merged
+
+    def _fan(self, total: FloatArray, key: IntArray, factor: float) -> FloatArray:
+        """Bytes of a rank in one direction, weighted: the full factor from two equal peers on, none for a lone one."""
+        if factor <= 1:
+            return total * factor
+        lone = self._largest(key, self._bytes)
+        return total + (factor - 1) * np.minimum(total, 2 * (total - lone))
+
+    def _both(self, out: FloatArray, into: FloatArray) -> FloatArray:
+        return np.maximum(out, into) + self._link.turn * np.minimum(out, into)
+
+    def _shared(self, out: FloatArray, into: FloatArray, kind: str, measured: bool) -> FloatArray:
+        """Effective bytes of what ranks share: NIC, node, cluster; each rank gets those of its own (rounds, world)."""
+        link, topology = self._link, self._topology
+        node = topology.node_array
+        if kind == IN_NODE:
+            port, factor_out, factor_in = np.arange(self._world), None, None
+        else:
+            names, port = np.unique(topology.nic_array, return_inverse=True)
+            port = port.reshape(-1)
+            chosen = [(link.port_out(n), link.port_in(n)) if measured else (link.port, link.port) for n in names.tolist()]
+            factor_out, factor_in = (np.asarray([pair[k] for pair in chosen]) for k in (0, 1))
+        ports = int(port.max()) + 1
+        found = np.zeros_like(out)
+        if factor_out is not None and factor_in is not None:
+            sent, received = _grouped(out, port, ports) * factor_out, _grouped(into, port, ports) * factor_in
+            found = self._both(sent, received)[:, port]
+        home = np.zeros(ports, dtype=np.int64)
+        home[port] = node
+        width = np.bincount(home, minlength=topology.nodes)
+        by_node = np.maximum(_grouped(out, node, topology.nodes), _grouped(into, node, topology.nodes))
+        found = np.maximum(found, (by_node * link.node / width)[:, node])
+        everywhere = out.sum(axis=1) * link.world / ports
+        return np.maximum(found, everywhere[:, None])
+
+
+def _grouped(values: FloatArray, group: IntArray, groups: int) -> FloatArray:
+    """Sum the columns (rounds, world) by the group of their rank (rounds, groups)."""
+    member = np.zeros((len(group), groups))
+    member[np.arange(len(group)), group] = 1.0
+    return values @ member

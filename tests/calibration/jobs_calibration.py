@@ -1,0 +1,93 @@
+"""Jobs for real ranks: one measured cell, packing, a damaged exchange, and a whole short calibration on loopback."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from pool import Seat
+
+from relaymeter.calibration import measure
+from relaymeter.calibration.calibrate import run_calibration
+from relaymeter.calibration.cells import Sampling
+from relaymeter.relayout.topology import Topology
+
+
+def _world(seat: Seat) -> Any:
+    return SimpleNamespace(
+        rank=seat.rank,
+        world_size=seat.world_size,
+        topology=Topology.grid(2, seat.world_size // 2),
+        backend="gloo",
+        device=torch.device("cpu"),
+    )
+
+
+def cell(seat: Seat, executor: str, nbytes: int, messages: int, calls: int) -> dict[str, Any]:
+    """An uneven matrix: rank r sends (r + 1) * nbytes to the next rank and a few bytes to the one after."""
+    matrix = np.zeros((seat.world_size, seat.world_size), dtype=np.int64)
+    for rank in range(seat.world_size):
+        matrix[rank, (rank + 1) % seat.world_size] = (rank + 1) * nbytes
+        matrix[rank, (rank + 2) % seat.world_size] = 17
+    sampling = Sampling(warmups=1, maximum=4, seconds=0.5)
+    found = measure.RankExchange(_world(seat)).measure(
+        matrix, executor, messages=messages, calls=calls, sampling=sampling
+    )
+    return {"times": list(found.times_s), "spent": found.spent_s, "wrong": [list(vars(w).values()) for w in found.wrong]}
+
+
+def damaged(seat: Seat, executor: str, how: str) -> list[list[int]]:
+    """Rank 2 receives from rank 0 what a bad link delivers; returns (src, dst, bytes) as every rank saw it."""
+    real = measure._Exchange.run
+    kept: dict[str, torch.Tensor] = {}
+
+    def run(self: Any) -> None:
+        before = self._received.clone()
+        real(self)
+        if seat.rank == 2 and how == "zeros":
+            self._from[0].zero_()
+        elif seat.rank == 2 and how == "stale":
+            self._received.copy_(kept.get("before", before))
+        elif seat.rank == 2 and how == "bit":
+            self._from[0][5] ^= 16
+        elif seat.rank == 2 and how == "swap":
+            view = self._from[0]
+            view[:4096], view[4096:8192] = view[4096:8192].clone(), view[:4096].clone()
+
+    measure._Exchange.run = run
+    try:
+        matrix = np.zeros((seat.world_size, seat.world_size), dtype=np.int64)
+        matrix[0, 2] = 16384
+        sampling = Sampling(warmups=0, maximum=2, seconds=0.2)
+        found = measure.RankExchange(_world(seat)).measure(matrix, executor, sampling=sampling)
+    finally:
+        measure._Exchange.run = real
+    return [[w.src, w.dst, w.bytes] for w in found.wrong]
+
+
+def packing(seat: Seat, direction: str) -> list[float]:
+    """Sample times of packing 32 runs of 256 bytes."""
+    found = measure.RankPacking(_world(seat)).measure(direction, 256, 32, sampling=Sampling(maximum=3))
+    return list(found.times_s)
+
+
+def refuse(seat: Seat) -> str:
+    """A matrix of the wrong shape."""
+    try:
+        measure.RankExchange(_world(seat)).measure(np.zeros((2, 2), dtype=np.int64), "send-recv")
+    except measure.InputError as error:
+        return str(error)
+    return ""
+
+
+def calibrate(seat: Seat, budget_s: float) -> dict[str, Any]:
+    """A whole calibration; returns what the test looks at."""
+    profile = run_calibration(_world(seat), quick=True, budget_s=budget_s)
+    return {
+        "sha256": profile.sha256,
+        "text": profile.to_json() if seat.rank == 0 else "",
+        "executors": list(profile.executors),
+        "connect": dict(profile.connect_s),
+    }

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relaymeter.calibration.fit import fit_curve, held_out, relative_line
+from relaymeter.errors import NothingMeasured
+
+SIZES = [1024 * 2**k for k in range(14)]
+times = st.lists(st.floats(1e-6, 1.0), min_size=len(SIZES), max_size=len(SIZES))
+
+
+@given(times, st.lists(st.floats(0, 1e9), min_size=2, max_size=50))
+def test_a_curve_rises_whatever_was_measured_and_never_beats_the_peak(measured: list[float], wanted: list[float]) -> None:
+    curve = fit_curve(SIZES, measured)
+    nbytes = np.sort(np.asarray(wanted))
+    seconds = curve.time(nbytes)
+    assert np.isfinite(seconds).all() and (seconds > 0).all()
+    assert (np.diff(seconds) >= -1e-12 * seconds[:-1]).all()
+    assert (seconds * curve.peak_rate >= nbytes * (1 - 1e-9)).all()
+
+
+@given(times, st.integers(0, len(SIZES) - 1))
+def test_a_curve_is_continuous_at_every_size(measured: list[float], place: int) -> None:
+    curve = fit_curve(SIZES, measured)
+    around = curve.time(np.asarray([SIZES[place] * (1 - 1e-9), SIZES[place], SIZES[place] * (1 + 1e-9)]))
+    assert np.allclose(around, around[1], rtol=1e-5)
+
+
+@given(times, st.floats(1.0, 1e9))
+def test_inverse_undoes_time_from_the_first_size_on(measured: list[float], nbytes: float) -> None:
+    curve = fit_curve(SIZES, measured)
+    if nbytes >= SIZES[0]:
+        seconds = float(curve.time(np.asarray([nbytes]))[0])
+        again = float(curve.time(np.asarray([curve.inverse(seconds)]))[0])
+        assert again == pytest.approx(seconds, rel=1e-5)
+
+
+def test_a_known_line_is_recovered_and_extrapolated() -> None:
+    measured = [1e-3 + size / 48e6 for size in SIZES]
+    curve = fit_curve(SIZES, measured)
+    assert curve.time(np.asarray([64e6]))[0] == pytest.approx(1e-3 + 64e6 / 48e6, rel=0.01)
+    assert curve.plateau_rate == pytest.approx(48e6, rel=0.02)
+    errors = held_out(SIZES, measured)
+    assert errors.large_max is not None and errors.large_max < 0.05
+
+
+def test_a_burst_of_small_messages_does_not_raise_the_rate_of_large_ones() -> None:
+    measured = [size / (60e6 if size <= 32768 else 48e6) for size in SIZES]
+    assert fit_curve(SIZES, measured).plateau_rate == pytest.approx(48e6, rel=1e-5)
+
+
+def test_one_size_is_not_a_curve() -> None:
+    with pytest.raises(NothingMeasured, match="at least two message sizes"):
+        fit_curve([1024], [1e-3])
+
+
+@given(st.floats(0, 1e-2), st.floats(1e-9, 1e-6))
+def test_the_relative_line_is_never_negative(constant: float, slope: float) -> None:
+    size = np.asarray(SIZES, dtype=float)
+    noise = np.where(np.arange(len(size)) % 2, 1.02, 0.98)
+    found = relative_line(np.column_stack([np.ones_like(size), size]), (constant + slope * size) * noise)
+    assert (found >= 0).all()
+    assert found[1] == pytest.approx(slope, rel=0.1)

@@ -1,0 +1,48 @@
+"""Fixtures for all tests: the command as a subprocess, and skips for what a machine lacks (each with its reason)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def _box_reason() -> str | None:
+    from relaymeter.harness.box import capability
+
+    return capability()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if any(item.get_closest_marker("box") for item in items):
+        reason = _box_reason()
+        if reason is not None:
+            for item in items:
+                if item.get_closest_marker("box"):
+                    item.add_marker(pytest.mark.skip(reason=f"no cluster in a box here: {reason}"))
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """``cli("plan", "--scenario", "smoke", ...)`` runs the command in an empty folder and returns what it printed."""
+
+    def call(
+        *arguments: str, limit_s: float = 60.0, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "relaymeter", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "COLUMNS": "200", **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+
+    return call

@@ -1,0 +1,99 @@
+"""Rows are strict JSON and survive a round trip; files are created whole and never over another one."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relaymeter.errors import InputError
+from relaymeter.records import (
+    MoveRecord,
+    check_target,
+    dump_json,
+    dump_lines,
+    load_json,
+    median_interval,
+    read_records,
+    write_text,
+)
+
+ROW = MoveRecord(
+    utc="2026-01-02T03:04:05Z", machine_id="abc", launch_id="def", commit=None, shaped=True, scenario="smoke",
+    move="tp1", route="chosen", chosen=True, route_bytes={"spread": 10}, planner="classes", executor="send-recv",
+    ranks=4, nodes=2, bucket_bytes=8, rounds=2, bytes_total=20, bytes_in_node=5, bytes_cross_node=10,
+    wire_cross_node_bytes=11, messages=4, plan_s=0.1, predicted_s=0.5, predicted_low_s=0.4, predicted_high_s=0.6,
+    measured_s=0.5, measured_low_s=0.49, measured_high_s=0.51, error=0.0, samples_s=((0.5, 0.4), (0.49, 0.51)),
+    digest_s=0.01, bound_s=0.45, bound_by="node 1 receive", peak_bytes=7, peak_predicted_bytes=8, digest_version=1,
+    digest_passed=6, digest_total=6, verdict="ok", ok=True,
+)  # fmt: skip
+
+
+def test_row_survives_a_round_trip_through_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    write_text(path, dump_lines([ROW, replace(ROW, route="direct")]))
+    assert read_records(path) == [ROW, replace(ROW, route="direct")]
+
+
+def test_not_a_number_becomes_null_and_arrays_become_lists() -> None:
+    text = dump_json({"a": math.nan, "b": [math.inf, 1.5], "c": np.float64(2), "d": np.arange(2), "e": np.bool_(True)})
+    assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": 2.0, "d": [0, 1], "e": True}
+    assert json.loads(dump_lines([replace(ROW, error=-math.inf)]))["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"schema_version": 99}, "schema_version 99"), ({"extra": 1}, "extra"), ({"move": ...}, "move")],
+)
+def test_another_version_or_other_fields_are_refused(change: dict[str, object], message: str) -> None:
+    entry = {**ROW.to_dict(), **change}
+    entry = {key: value for key, value in entry.items() if value is not ...}
+    with pytest.raises(InputError, match=message):
+        MoveRecord.from_dict(entry)
+
+
+def test_a_file_is_not_replaced_without_force_and_leaves_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_text(path, "one")
+    with pytest.raises(InputError, match="--force"):
+        write_text(path, "two")
+    assert path.read_text() == "one"
+    write_text(path, "two", force=True)
+    assert path.read_text() == "two"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_target_without_a_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        check_target(tmp_path / "no" / "out.json")
+    with pytest.raises(InputError, match="folder"):
+        check_target(tmp_path)
+
+
+def test_malformed_json_names_file_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"a": 1,\n  b}')
+    with pytest.raises(InputError, match=r"profile .*bad\.json is not valid JSON at line 2, column 3"):
+        load_json(path, "profile")
+
+
+def test_median_interval_is_order_statistics() -> None:
+    assert median_interval([3.0]) == (3.0, 3.0, 3.0)
+    assert median_interval([2.0, 1.0]) == (1.5, 1.0, 2.0)
+    assert median_interval([float(k) for k in range(11)]) == (5.0, 1.0, 9.0)
+    with pytest.raises(InputError):
+        median_interval([])
+
+
+def test_median_interval_holds_the_median_as_often_as_it_says() -> None:
+    rng = random.Random(5)
+    hits = 0
+    for _ in range(2000):
+        _, low, high = median_interval([rng.gauss(0, 1) for _ in range(9)])
+        hits += low <= 0 <= high
+    assert hits / 2000 > 0.94

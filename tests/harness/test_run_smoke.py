@@ -1,0 +1,105 @@
+"""The whole job on ``smoke``: calibrate, choose, run; then one wrong bit, one killed and one frozen rank, and a clean run.
+
+The ranks run in a cluster in a box where the machine can make one, else on loopback; only byte counts need the box.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relaymeter.harness.box import capability
+from relaymeter.records import MoveRecord, load_json, read_records
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+_RUN = ("run", "--profile", "profile.json", "--scenario", "smoke", "--bucket-bytes", "128KiB")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a quick profile of two nodes of two ranks, one NIC of 400 Mbit/s each."""
+    folder = tmp_path_factory.mktemp("desk")
+    done = call(folder, "calibrate", "--quick", "--budget", "4", "--nic", "400mbit", "--out", "profile.json")
+    assert done.returncode == 0, done.stderr
+    assert "profile: profile.json" in done.stdout
+    return folder
+
+
+def call(folder: Path, *arguments: str, limit_s: float = 200.0) -> subprocess.CompletedProcess[str]:
+    logs = folder / "logs"
+    logs.mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-m", "relaymeter", *arguments],
+        cwd=folder, env={**os.environ, "TMPDIR": str(logs)}, capture_output=True, text=True, timeout=limit_s, check=False,
+    )  # fmt: skip
+
+
+def test_choose_prices_every_route_and_prints_thresholds(desk: Path) -> None:
+    done = call(desk, "choose", "--profile", "profile.json", "--scenario", "smoke", "--json", "choose.json")
+    assert done.returncode == 0, done.stderr
+    assert "min_relay(2 ranks per node) = " in done.stdout
+    assert "min_split(2 ranks per node) = " in done.stdout
+    (_, tp1) = load_json(desk / "choose.json", "choice")["moves"]
+    assert [row["route"] for row in tp1["candidates"]] == ["direct", "relay", "spread", "chosen"]
+    assert all(row["predicted_s"] > 0 for row in tp1["candidates"])
+
+
+def test_run_moves_by_every_route_and_every_bit_arrives(desk: Path) -> None:
+    done = call(desk, *_RUN, "--repeats", "2", "--json", "rows.jsonl", "--plot", "run.png", "--results", "kept")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = read_records(desk / "rows.jsonl")
+    assert [(row.move, row.route) for row in rows] == [
+        (move, route) for move in ("tp2", "tp1") for route in ("direct", "relay", "spread", "chosen")
+    ]
+    for row in rows:
+        assert row.ok and row.digest_passed == row.digest_total > 0
+        assert len(row.samples_s) == 2 and all(len(sample) == 4 for sample in row.samples_s)
+        assert row.measured_s is not None and row.predicted_s is not None and row.bound_s > 0
+        assert row.measured_low_s is not None and row.measured_low_s <= row.measured_s
+        assert (row.ranks, row.nodes) == (4, 2)
+    _check_bytes({row.route: row for row in rows if row.move == "tp1"})
+    assert "every bit arrived" in done.stdout
+    assert (desk / "run.png").stat().st_size > 5000
+    kept = [path.name for path in (desk / "kept").rglob("*") if path.is_file()]
+    assert sorted(kept) == ["how.txt", "profile.json", "rows.jsonl", "run.png"]
+    assert not list((desk / "logs").iterdir())
+
+
+def _check_bytes(rows: dict[str, MoveRecord]) -> None:
+    direct, relay, spread = rows["direct"], rows["relay"], rows["spread"]
+    assert direct.bytes_cross_node == 2 * relay.bytes_cross_node == 2 * spread.bytes_cross_node
+    assert direct.bytes_total == relay.bytes_total == spread.bytes_total
+    assert rows["chosen"].chosen
+    if capability() is None:
+        for row in (direct, relay, spread):
+            assert row.wire_cross_node_bytes is not None
+            assert abs(row.wire_cross_node_bytes / row.bytes_cross_node - 1) < 0.12
+
+
+def test_one_flipped_bit_is_caught_with_tensor_and_range_and_the_next_run_is_clean(desk: Path) -> None:
+    done = call(desk, *_RUN, "--move", "tp1", "--repeats", "1", "--fault", "flip:2", "--json", "flipped.jsonl")
+    assert done.returncode == 6, done.stdout + done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("WRONG BITS in tp1 by ")
+    assert "elements [" in first and ".weight" in first
+    bad = [row for row in read_records(desk / "flipped.jsonl") if not row.ok]
+    assert len(bad) == 1 and bad[0].mismatch is not None
+    clean = call(desk, *_RUN, "--move", "tp1", "--repeats", "1")
+    assert clean.returncode == 0, clean.stdout + clean.stderr
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_rank_that_dies_or_freezes_is_named_and_the_trainer_trains_on(desk: Path, fault: str) -> None:
+    done = call(desk, *_RUN, "--move", "tp1", "--repeats", "1", "--fault", f"{fault}:3", "--json", f"{fault}.jsonl")
+    assert done.returncode == 7, done.stdout + done.stderr
+    for rank in (0, 1, 2):
+        assert f"[rank {rank}] relaymeter: rank 3 no longer answers" in done.stderr
+    for rank in (0, 1):
+        assert f"[rank {rank}] source engine: state bit-equal to before the move" in done.stderr
+        assert f"[rank {rank}] source engine: trained one more step" in done.stderr
+    assert not (desk / f"{fault}.jsonl").exists()

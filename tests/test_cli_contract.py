@@ -1,0 +1,196 @@
+"""The command line's surface is frozen here: commands, options, help, exit codes, one line for every bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaymeter.calibration.costs import Curve, ExecutorCosts, LinkCosts, PackCosts
+from relaymeter.calibration.fingerprint import machine_facts
+from relaymeter.calibration.profiles import ExecutorProfile, Profile
+from relaymeter.harness.cli import build_parser, main
+from relaymeter.relayout.topology import Topology
+
+RANKS = {"--nodes", "--ranks-per-node", "--nic", "--nic-per", "--time-limit"}
+OUTPUT = {"--json", "--force"}
+PRICING = {"--scenario", "--move", "--bucket-bytes"}
+SURFACE = {
+    "calibrate": {"--out", "--executor", "--quick", "--budget"} | RANKS | OUTPUT,
+    "choose": {"--profile", "--executor", "--allow-mismatch"} | PRICING | OUTPUT,
+    "plan": {"--topology", "--nic-per", "--profile", "--executor"} | PRICING | OUTPUT,
+    "run": {
+        "--profile", "--executor", "--repeats", "--move-limit", "--allow-mismatch", "--plot", "--results",
+    } | PRICING | RANKS | OUTPUT,
+}  # fmt: skip
+PLAN = ["plan", "--scenario", "smoke", "--topology", "2x2"]
+CHOOSE = ["choose", "--scenario", "smoke", "--profile"]
+HIDDEN = {"run": {"--fault"}}
+
+
+def _commands() -> dict[str, argparse.ArgumentParser]:
+    actions = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(actions[0].choices)
+
+
+def _options(parser: argparse.ArgumentParser, hidden: bool) -> set[str]:
+    found: set[str] = set()
+    for action in parser._actions:
+        if action.dest != "help" and (action.help == argparse.SUPPRESS) == hidden:
+            found |= set(action.option_strings) or {action.dest}
+    return found
+
+
+def test_commands_and_options_are_exactly_these() -> None:
+    commands = _commands()
+    assert set(commands) == set(SURFACE)
+    for name, parser in commands.items():
+        assert _options(parser, hidden=False) == SURFACE[name], name
+        assert _options(parser, hidden=True) == HIDDEN.get(name, set()), name
+
+
+@pytest.mark.parametrize("command", sorted(SURFACE))
+def test_help_of_each_command_carries_an_example_and_shows_no_hidden_option(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert f"example:\n  relaymeter {command} " in text
+    assert "--fault" not in text
+
+
+def test_top_level_help_lists_exit_codes_and_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for piece in ("example: ", "6 wrong bits", "124 time limit", *SURFACE):
+        assert piece in text
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("relaymeter 0.")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [*PLAN]])
+def test_help_and_plan_import_neither_torch_nor_deepspeed(arguments: list[str], tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom relaymeter.harness.cli import main\n"
+        "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as ended:\n    code = ended.code\n"
+        "heavy = sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'deepspeed', 'transformers'})\n"
+        "print(heavy, code, file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stderr.strip().splitlines()[-1] == "[] 0"
+
+
+@pytest.fixture
+def elsewhere() -> str:
+    """An intact profile of a machine with another processor."""
+    curve = Curve(bytes=(1024, 1 << 20), seconds=(1e-4, 2e-2), tail_s_per_byte=2e-8)
+    link = LinkCosts(curve, 0.0, 0.0, 1.0, 1.0, 1.0, {}, {}, 1.0, 1.0, 0.0)
+    pack = PackCosts(1e-5, 1e-6, 1e-10)
+    found = ExecutorProfile(ExecutorCosts(1e-4, 1e-4, 0.8, link, link, pack, pack), (), {})
+    profile = Profile(
+        created_utc="2026-01-02T03:04:05+00:00", fingerprint={**machine_facts(), "cpu": "abacus"},
+        topology=Topology.grid(2, 2), executors={"send-recv": found}, gates=(), warnings=(), quick=True, spent_s=1.0,
+        connect_s={},
+    )  # fmt: skip
+    return profile.to_json()
+
+
+BAD = {
+    "no command": ([], "COMMAND"),
+    "unknown command": (["chose"], "unknown command 'chose': did you mean 'choose'?"),
+    "unknown option": ([*PLAN, "--fast"], "--fast"),
+    "abbreviated option": (["plan", "--scen", "smoke", "--topology", "2x2"], "--scenario"),
+    "unknown scenario": (
+        ["plan", "--scenario", "smok", "--topology", "2x2"],
+        "unknown scenario 'smok': did you mean 'smoke'? valid: demo, qwen3-0.6b, qwen3-32b, qwen3-8b, smoke",
+    ),
+    "unknown move": ([*PLAN, "--move", "tp3"], "no move 'tp3'"),
+    "bad topology": ([*PLAN[:-1], "2by2"], "topology '2by2' is not NODESxRANKS_PER_NODE"),
+    "bad rate": (["calibrate", "--out", "p.json", "--nic", "fast"], "'fast' is not a network rate"),
+    "bad count": (["calibrate", "--out", "p.json", "--nodes", "0"], "'0' is not a whole number of at least 1"),
+    "bad bucket": ([*PLAN, "--bucket-bytes", "8x"], "'8x' is not a size"),
+    "no folder": (["calibrate", "--out", "no/p.json"], "folder no does not exist"),
+    "more ranks asked than given": (
+        ["plan", "--scenario", "qwen3-8b", "--topology", "2x2"],
+        "tensor_parallel 4 x replicas 1 = 4 ranks asked, 2 given",
+    ),
+    "missing profile": ([*CHOOSE, "none.json"], "cannot read profile none.json"),
+    "malformed profile": ([*CHOOSE, "bad.json"], "bad.json is not valid JSON at line 2, column 3"),
+    "not a profile": (["run", "--profile", "other.json", "--scenario", "smoke"], "other.json is no profile"),
+    "profile of another machine": (
+        [*CHOOSE, "elsewhere.json"],
+        "elsewhere.json was made elsewhere (cpu: profile abacus, here",
+    ),
+    "layout that does not cover a weight": (
+        ["plan", "--scenario", "gap.toml", "--topology", "2x1"],
+        "model.norm.weight [8]: 3 of 8 elements of copy 0 are held by no rank (holders: [0])",
+    ),
+    "output exists": ([*PLAN, "--json", "bad.json"], "bad.json exists"),
+    "bad fault": (["run", "--profile", "p", "--scenario", "smoke", "--fault", "melt:1"], "flip:RANK"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input_gives_one_clear_line_and_exit_code_2_and_writes_nothing(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], elsewhere: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text('{"a": 1,\n  b}')
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "elsewhere.json").write_text(elsewhere)
+    _write_gap(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    arguments, expected = BAD[case]
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    printed = capsys.readouterr()
+    assert code == 2, printed.err
+    assert expected in printed.err
+    assert len(printed.err.strip().splitlines()) == 1, printed.err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def _write_gap(folder: Path) -> None:
+    from relaymeter.harness.config import ModelConfig
+    from relaymeter.harness.models import weight_specs
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 10}  # fmt: skip
+    tensors: dict[str, Any] = {}
+    for name, spec in weight_specs(ModelConfig(**sizes).geometry()).items():
+        shape = [5] if name == "model.norm.weight" else list(spec.shape)
+        tensors[name] = [{"rank": 0, "lo": [0] * len(shape), "shape": shape}]
+    (folder / "gap.json").write_text(json.dumps({"tensors": tensors}))
+    model = "\n".join(f"{key} = {value}" for key, value in sizes.items())
+    (folder / "gap.toml").write_text(
+        f'[model]\n{model}\n[source]\nkind = "file"\nlayout = "gap.json"\n[[moves]]\nname = "tp1"\n'
+    )
+
+
+def test_json_on_standard_output_is_alone_there(cli: Any) -> None:
+    done = cli("plan", "--scenario", "smoke", "--topology", "2x2", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [move["move"] for move in document["moves"]] == ["tp2", "tp1"]
+    assert "tp1: routes by block class" in done.stderr
+
+
+@pytest.mark.timeout(60)
+def test_planning_a_large_model_on_a_large_cluster_takes_seconds(cli: Any) -> None:
+    done = cli("plan", "--scenario", "qwen3-32b", "--topology", "16x8", "--move", "tp8", limit_s=50)
+    assert done.returncode == 0, done.stderr
+    assert "16 nodes x 8 ranks" in done.stdout

@@ -46,10 +46,10 @@ def run_calibration(
 ) -> Profile:
     """Calibrate the joined ``world``. Every rank calls it with equal arguments; all return the same profile.
 
-    ``executors``: in order of importance, by default the backend's own first, then the other. ``cluster``: how the ranks
-    were started (kept in the fingerprint; its ``nic_rate_bytes_per_s`` is held against the measured rate).
-    ``time_limit_s``: of one call. ``progress(fraction, text)`` is called on every rank. Raises NothingMeasured in a world
-    of one rank, DigestMismatch where a link alters data, and what the transport raises when a peer is lost.
+    ``executors``: in order of importance, by default the backend's own first, then the other. ``cluster``: how the
+    ranks were started (kept in the fingerprint; its ``nic_rate_bytes_per_s`` is held against the measured rate).
+    ``time_limit_s``: of one call. ``progress(fraction, text)`` is called on every rank. Raises NothingMeasured in a
+    world of one rank, DigestMismatch where a link alters data, and what the transport raises when a peer is lost.
     """
     if world.world_size < 2:
         raise NothingMeasured("a world of one rank has no link to measure: start at least two ranks")
@@ -197,8 +197,8 @@ def _largest_message(world: World) -> int:
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     if int(least) < 1 << 20:
         raise InputError(
-            f"only {8 * int(least)} bytes of memory are free per rank: calibration needs 8 MiB; free memory or start fewer "
-            "ranks"
+            f"only {8 * int(least)} bytes of memory are free per rank: calibration needs 8 MiB; free memory or start "
+            "fewer ranks"
         )
     return int(least)
 

@@ -49,7 +49,8 @@ class Curve:
         """Seconds for an array of bytes (not negative), elementwise; 0 bytes cost as much as the first size."""
         wanted = np.maximum(nbytes, 1.0)
         inside = np.exp(np.interp(np.log(wanted), self._log_bytes, self._log_seconds))
-        return inside + np.maximum(wanted - self.bytes[-1], 0.0) * self.tail_s_per_byte
+        found: FloatArray = inside + np.maximum(wanted - self.bytes[-1], 0.0) * self.tail_s_per_byte
+        return found
 
     def inverse(self, seconds: float) -> float:
         """Bytes that a lone flow moves in ``seconds``: at least 0, exact inverse of ``time`` from the first size on."""
@@ -106,7 +107,7 @@ class LinkCosts:
     node: float
     """Factor of the mean bytes per port of a node, one direction: 1 where a node's ports do not disturb each other."""
     world: float
-    """The same over the ports of all nodes, both directions at once: shows a shared switch, or shared cores on a box."""
+    """The same over the ports of all nodes, both directions at once: shows a shared switch, or cores that nodes share."""
     message_s: float
     """Seconds for each message of a rank in a round beyond its first."""
 
@@ -123,7 +124,9 @@ class LinkCosts:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> LinkCosts:
-        curve = Curve(tuple(entry["curve"]["bytes"]), tuple(entry["curve"]["seconds"]), entry["curve"]["tail_s_per_byte"])
+        curve = Curve(
+            tuple(entry["curve"]["bytes"]), tuple(entry["curve"]["seconds"]), entry["curve"]["tail_s_per_byte"]
+        )
         ports = {key: {int(nic): float(f) for nic, f in entry[key].items()} for key in ("ports_out", "ports_in")}
         return cls(**{**entry, **ports, "curve": curve})
 
@@ -161,6 +164,8 @@ class ExecutorCosts:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> ExecutorCosts:
-        links = {name: None if entry[name] is None else LinkCosts.from_dict(entry[name]) for name in (IN_NODE, CROSS_NODE)}
+        links = {
+            name: None if entry[name] is None else LinkCosts.from_dict(entry[name]) for name in (IN_NODE, CROSS_NODE)
+        }
         packs = {name: PackCosts(**entry[name]) for name in ("pack", "unpack")}
         return cls(**{**entry, **links, **packs})

@@ -1,7 +1,7 @@
 """From cells to costs: isotonic time curves, crowding factors, packing lines, held-out errors, bootstrap replicates.
 
-``fit_costs(cells, pack_cells, topology, executor)`` is one fit; ``replicates(...)`` repeats it on resampled cells. Pure;
-rank 0 calls it and broadcasts the result.
+``fit_costs(cells, pack_cells, topology, executor)`` is one fit; ``replicates(...)`` repeats it on resampled cells.
+Pure; rank 0 calls it and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def relative_line(features: FloatArray, seconds: FloatArray) -> FloatArray:
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1.0
     model.fit(features / scale, seconds, sample_weight=1.0 / seconds**2)
-    return np.asarray(model.coef_, dtype=np.float64) / scale
+    found: FloatArray = np.asarray(model.coef_, dtype=np.float64) / scale
+    return found
 
 
 def fit_curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
@@ -244,9 +245,7 @@ class _Loads:
         found = [float(cell.size), self.total(cell) * link.world / self._ports]
         for side, factor in ((0, link.port_out), (1, link.port_in)):
             found += [load * factor(port) for port, load in self._by(cell, self._port, side).items()]
-            found += [
-                load * link.node / self._width[node] for node, load in self._by(cell, self._node, side).items()
-            ]
+            found += [load * link.node / self._width[node] for node, load in self._by(cell, self._node, side).items()]
         return max(found)
 
 

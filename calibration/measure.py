@@ -117,7 +117,7 @@ class RankExchange:
     ) -> Samples:
         """See ``cells.Measure``. Collective. Raises InputError on a bad matrix or executor, and whatever the transport
         raises when a peer is lost or the time limit of a call passes."""
-        world, size = self._world, self._world.world_size
+        size = self._world.world_size
         if matrix.shape != (size, size) or (matrix < 0).any():
             raise InputError(f"a matrix of {size} x {size} byte counts is needed, got {matrix.shape}")
         if executor not in EXECUTORS:

@@ -40,7 +40,7 @@ def matrix_of(flows: Sequence[Flow], world_size: int) -> IntArray:
 
 
 def in_node_pairs(topology: Topology, most: int) -> list[tuple[int, int]]:
-    """Directed pairs inside nodes: all of them where they are at most ``most``, else neighbours of every node in turn."""
+    """Directed pairs inside nodes: all of them where they are at most ``most``, else evenly taken ones."""
     pairs = [(r, q) for node in range(topology.nodes) for r in topology.ranks_of(node) for q in topology.ranks_of(node)]
     pairs = [(r, q) for r, q in pairs if r != q]
     return pairs if len(pairs) <= most else [pairs[k * len(pairs) // most] for k in range(most)]
@@ -97,7 +97,7 @@ def fan_in(sources: Sequence[int], target: int, nbytes: int) -> list[Flow]:
 
 
 def fan_out(source: int, targets: Sequence[int], nbytes: int) -> list[Flow]:
-    """Outcast: one rank sends ``nbytes`` to each target. Inside a node this is stage two of a relay: the hub's copies."""
+    """Outcast: one rank sends ``nbytes`` to each target. Inside a node this is stage two of a relay, from the hub."""
     return [(source, rank, nbytes) for rank in targets if rank != source]
 
 

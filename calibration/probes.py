@@ -1,7 +1,7 @@
 """The probes: which patterns are measured, in which order, and how far each goes.
 
-``Prober(instruments, topology, settings, progress).run(executors) -> Findings`` runs on every rank with equal arguments;
-all decisions rest on samples that are equal on all ranks, so all ranks make the same calls. No torch import.
+``Prober(instruments, topology, settings, progress).run(executors) -> Findings`` runs on every rank with equal
+arguments; all decisions rest on samples that are equal on all ranks, so all ranks make the same calls. No torch import.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Prober:
         self._cells_left = max(8, self._cells_left - 1)
         if calls is None:
             calls = min(self._calls(expected_s), max(1, int(share / (3 * expected_s))))
-        sampling = Sampling(warmups=1 if expected_s * calls > 0.03 else 3, seconds=share)
+        sampling = Sampling(warmups=1 if calls > 1 or expected_s > 0.03 else 3, seconds=share)
         matrix = matrix_of(flows, self.topology.world_size)
         samples = self._in.exchange(matrix, self._executor, messages=messages, calls=calls, sampling=sampling)
         self._note(samples, f"{pattern} of {max((f[2] for f in flows), default=0)} bytes")
@@ -297,8 +297,8 @@ class Prober:
         self.found.sharing.append(best)
         if best.shared is None:
             self.found.warnings.append(
-                f"NICs: flows of ranks {one} and {two} together reach {best.ratio:.2f} of their speed alone (flows that "
-                f"share no NIC {best.control:.2f}), which does not decide; the launcher's word is used"
+                f"NICs: flows of ranks {one} and {two} together reach {best.ratio:.2f} of their speed alone (flows "
+                f"that share no NIC {best.control:.2f}), which does not decide; the launcher's word is used"
             )
             return hint
         return best.shared
@@ -307,8 +307,8 @@ class Prober:
         for cell in self.found.of("cross_node pair", self._executor):
             if cell.flows == ((src, dst, size),):
                 return cell.median_s
-        cell = self._cell("cross_node pair", [(src, dst, size)], expected)
-        return expected if cell is None else cell.median_s
+        measured = self._cell("cross_node pair", [(src, dst, size)], expected)
+        return expected if measured is None else measured.median_s
 
     def _together(self, flows: list[Flow], expected: float) -> float | None:
         cell = self._cell("two flows", flows, expected)
@@ -356,7 +356,9 @@ class Prober:
         for kind, known in ((CROSS_NODE, self._far), (IN_NODE, self._near)):
             if known is None:
                 continue
-            rank, others = (known[1], topology.ranks_of(0)) if kind == CROSS_NODE else (known[1], topology.ranks_of(known[0]))
+            rank, others = (
+                (known[1], topology.ranks_of(0)) if kind == CROSS_NODE else (known[1], topology.ranks_of(known[0]))
+            )
             others = tuple(other for other in others if other != rank)
             size, expected = self._flow_bytes(kind, self._set.call_s)
             for many in dict.fromkeys((2, len(others))):
@@ -384,7 +386,9 @@ class Prober:
         far, expected = self._flow_bytes(CROSS_NODE, self._set.call_s / 2)
         near, _ = self._flow_bytes(IN_NODE, self._set.call_s / 2)
         across = patterns.rails(self.topology, 0, 1, far)
-        inside = patterns.all_pairs(self.topology, [1], max(16, near // (len(self.topology.ranks_of(1)) - 1) // 16 * 16))
+        inside = patterns.all_pairs(
+            self.topology, [1], max(16, near // (len(self.topology.ranks_of(1)) - 1) // 16 * 16)
+        )
         self._cell("overlap cross", across, expected, calls=1)
         self._cell("overlap in node", inside, expected, calls=1)
         self._cell("overlap both", [*across, *inside], expected, calls=1)

@@ -1,7 +1,7 @@
 """The profile: everything a calibration found, as frozen data and as one JSON file that only this tool writes.
 
-``save(profile, path)`` writes it whole; ``load(path, expected=fingerprint)`` refuses one that was edited, is malformed, or
-was made elsewhere. No torch import.
+``save(profile, path)`` writes it whole; ``load(path, expected=fingerprint)`` refuses one that was edited, is malformed,
+or was made elsewhere. No torch import.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROFILE_SCHEMA = 1
 
 @dataclass(frozen=True)
 class Gate:
-    """A check of the calibration's own quality: passed where ``value`` is at most ``limit``; value None: not measured."""
+    """A check of the calibration's quality: passed where ``value`` is at most ``limit``; value None: not measured."""
 
     name: str
     value: float | None
@@ -65,7 +65,7 @@ class ExecutorProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One calibration. Equal on all ranks. ``executors`` is in order of how much was measured, the default one first."""
+    """One calibration, equal on all ranks. ``executors`` is in order of how much was measured, the default first."""
 
     created_utc: str
     fingerprint: Mapping[str, Any]
@@ -112,7 +112,9 @@ class Profile:
         nothing crosses nodes."""
         link = self.costs(self.executor).cross_node
         if link is None:
-            raise InputError("the profile was measured on a single node: it has no NIC rate; calibrate two nodes or more")
+            raise InputError(
+                "the profile was measured on a single node: it has no NIC rate; calibrate two nodes or more"
+            )
         return link.curve.plateau_rate / min(link.port_out(nic), link.port_in(nic))
 
     def nic_rates(self, topology: Topology) -> dict[int, float]:
@@ -172,7 +174,7 @@ def _canonical(value: Any) -> bytes:
 
 
 def from_json(entry: Any, place: str) -> Profile:
-    """The profile in parsed JSON. ``place`` names the file in errors. Raises InputError on anything but an intact profile."""
+    """The profile in parsed JSON; ``place`` names the file in errors. Raises InputError where it is not intact."""
     if not isinstance(entry, dict) or "sha256" not in entry or "executors" not in entry:
         raise InputError(f"{place} is no profile: make one with relaymeter calibrate --out FILE")
     if entry.get("schema_version") != PROFILE_SCHEMA:
@@ -203,7 +205,7 @@ def from_json(entry: Any, place: str) -> Profile:
 
 
 def differences(profile: Profile, expected: Mapping[str, Any]) -> tuple[str, ...]:
-    """Entries of ``expected`` in which the profile's fingerprint differs, as ``"torch: profile 2.13.0, here 2.12.1"``."""
+    """Entries of ``expected`` in which the fingerprint differs, as ``"torch: profile 2.13.0, here 2.12.1"``."""
     return tuple(
         f"{key}: profile {_short(profile.fingerprint.get(key))}, here {_short(value)}"
         for key, value in expected.items()
@@ -217,7 +219,7 @@ def _short(value: Any) -> str:
 
 
 def load(path: Path, expected: Mapping[str, Any] | None = None, *, allow_mismatch: bool = False) -> Profile:
-    """Read a profile. ``expected``: fingerprint entries that must be equal, unless ``allow_mismatch``. Any rank or none.
+    """Read a profile. ``expected``: fingerprint entries that must be equal, unless ``allow_mismatch``. Any process.
 
     Raises InputError: missing or malformed file (with line and column), another schema, edited, made elsewhere.
     """
@@ -225,8 +227,8 @@ def load(path: Path, expected: Mapping[str, Any] | None = None, *, allow_mismatc
     differ = differences(profile, expected or {})
     if differ and not allow_mismatch:
         raise InputError(
-            f"profile {path} was made elsewhere ({'; '.join(differ)}): calibrate here, or add --allow-mismatch to use it "
-            "all the same"
+            f"profile {path} was made elsewhere ({'; '.join(differ)}): calibrate here, or add --allow-mismatch to use "
+            "it all the same"
         )
     return profile
 

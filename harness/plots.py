@@ -10,6 +10,7 @@ from pathlib import Path
 
 from relaymeter.errors import InputError
 from relaymeter.records import MoveRecord, check_target
+from relaymeter.units import format_seconds
 
 __all__ = ["PLOT_FORMATS", "check_plot", "plot_rows"]
 
@@ -44,14 +45,16 @@ def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) ->
         _bars(panel, found, -0.2, _MEASURED, "measured", ("measured_s", "measured_low_s", "measured_high_s"))
         _bars(panel, found, 0.2, _PREDICTED, "predicted", ("predicted_s", "predicted_low_s", "predicted_high_s"))
         bound = found[0]
-        panel.axhline(bound.bound_s, color=_BOUND, linestyle="--", linewidth=1, label=f"bound ({bound.bound_by})")
+        panel.axhline(bound.bound_s, color=_BOUND, linestyle="--", linewidth=1, label="lower bound")
         panel.set_xticks(range(len(found)), [row.route for row in found])
-        panel.set_title(f"{bound.scenario}, move {move}: {bound.ranks} ranks on {bound.nodes} nodes", fontsize=10)
+        title = f"{bound.scenario}, move {move}: {bound.ranks} ranks on {bound.nodes} nodes"
+        panel.set_title(f"{title}\nbound {format_seconds(bound.bound_s)} ({bound.bound_by})", fontsize=9)
         panel.set_ylabel("seconds")
-        panel.set_ylim(bottom=0)
         panel.margins(y=0.2)
-        panel.legend(fontsize=8, frameon=False)
+        panel.set_ylim(bottom=0)
         panel.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     figure.savefig(partial, dpi=130)
     partial.replace(path)

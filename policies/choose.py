@@ -1,4 +1,4 @@
-"""The choice: a route for every class of blocks, made on the joint load and only where the gain exceeds the prices' error.
+"""The choice: a route for every class of blocks, made on the joint load, where the gain exceeds the prices' error.
 
 ``choose(plan, topology, profile, bucket_bytes=..., executor=...)`` prices all-direct, all-relay and all-spread, then
 improves the best of them class by class, re-pricing the whole move each time. Pure, no torch import; equal everywhere.
@@ -138,7 +138,13 @@ class _Search:
     """Prices route arrays of one plan, each once."""
 
     def __init__(
-        self, plan: MovePlan, topology: Topology, profile: Profile, bucket_bytes: int, executor: str, groups: BlockGroups
+        self,
+        plan: MovePlan,
+        topology: Topology,
+        profile: Profile,
+        bucket_bytes: int,
+        executor: str,
+        groups: BlockGroups,
     ) -> None:
         self.plan, self.topology, self.profile = plan, topology, profile
         self.bucket_bytes, self.executor, self.groups = bucket_bytes, executor, groups

@@ -22,6 +22,7 @@ from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, ExecutorCosts, Lin
 from relaymeter.calibration.patterns import Flow
 from relaymeter.calibration.profiles import Profile
 from relaymeter.errors import InputError
+from relaymeter.policies.traffic import Traffic
 from relaymeter.relayout.segments import RoundLoads
 from relaymeter.relayout.topology import Topology
 
@@ -39,9 +40,9 @@ class Price:
     """Predicted seconds of a whole schedule.
 
     low_s, high_s: within the error of the prices on the profile's uneven matrices. rounds_s (rounds): what each round
-    adds. breakdown: seconds of the slowest rank's parts (``pack_s``, ``in_node_s``, ``cross_node_s``, ``other_s``,
-    ``unpack_s``; the two traffic parts as if alone). extrapolated: a load lies beyond the measured sizes, or the topology
-    is not the measured one.
+    adds. breakdown: the slowest rank's seconds summed over the rounds, by part (``pack_s``, ``in_node_s``,
+    ``cross_node_s``, ``unpack_s``; the two kinds of traffic as if alone). extrapolated: a load lies beyond the measured
+    sizes, or the topology is not the measured one.
     """
 
     total_s: float
@@ -62,11 +63,6 @@ class RoundTerms:
     in_node: FloatArray
     cross_node: FloatArray
     extrapolated: bool
-
-    @property
-    def steady(self) -> FloatArray:
-        """What each round takes among equal neighbours (rounds): one rank unpacks while another packs already."""
-        return (self.communicate + np.maximum(self.pack, self.unpack)).max(axis=1)
 
 
 def price_loads(loads: RoundLoads, topology: Topology, profile: Profile, executor: str) -> Price:
@@ -103,7 +99,9 @@ class Pricer:
     @cached_property
     def spread(self) -> float:
         """Relative half-width of a price's interval: nine tenths of the uneven matrices lie within it."""
-        return max(self.error, float(np.quantile(self.matrix_errors, 0.9))) if len(self.matrix_errors) else 2 * self.error
+        return (
+            max(self.error, float(np.quantile(self.matrix_errors, 0.9))) if len(self.matrix_errors) else 2 * self.error
+        )
 
     @cached_property
     def matrix_errors(self) -> FloatArray:
@@ -151,7 +149,7 @@ class Pricer:
         for kind, rows in ((IN_NODE, near), (CROSS_NODE, far)):
             seconds[kind] = np.zeros(shape)
             if rows.any():
-                traffic = _Traffic(self._link(kind), kind, self.topology, self._measured, loads, rows)
+                traffic = Traffic(self._link(kind), kind, self.topology, self._measured, loads, rows)
                 seconds[kind] = traffic.seconds
                 extrapolated |= traffic.extrapolated
         floor = costs.floor_s
@@ -172,7 +170,9 @@ class Pricer:
         link = self.costs.link(kind)
         if link is None:
             where = "inside a node" if kind == IN_NODE else "between nodes"
-            raise InputError(f"the move sends bytes {where}, but the profile has no such link: calibrate a cluster with one")
+            raise InputError(
+                f"the move sends bytes {where}, but the profile has no such link: calibrate a cluster with one"
+            )
         return link
 
     def _packing(
@@ -182,7 +182,7 @@ class Pricer:
         key = loads.round * self.topology.world_size + rank
         count = np.bincount(key, weights=segments, minlength=cells)
         moved = np.bincount(key, weights=nbytes, minlength=cells)
-        seconds = count * costs.segment_s + moved * costs.byte_s + np.where(count > 0, costs.call_s, 0.0)
+        seconds: FloatArray = count * costs.segment_s + moved * costs.byte_s + np.where(count > 0, costs.call_s, 0.0)
         return seconds.reshape(shape)
 
     def _run(self, loads: RoundLoads, terms: RoundTerms) -> FloatArray:
@@ -206,100 +206,3 @@ class Pricer:
             clock = start + terms.communicate[number] + terms.unpack[number]
             ends[number] = clock.max()
         return np.maximum.accumulate(ends)
-
-
-class _Traffic:
-    """Seconds per round and rank that the rows of one link class take, as if there were no other class."""
-
-    def __init__(
-        self, link: LinkCosts, kind: str, topology: Topology, measured: bool, loads: RoundLoads, rows: NDArray[np.bool_]
-    ) -> None:
-        self._link, self._topology = link, topology
-        self._world, self._rounds = topology.world_size, loads.rounds
-        self._round, self._src, self._dst = loads.round[rows], loads.src[rows], loads.dst[rows]
-        self._bytes = loads.bytes[rows].astype(np.float64)
-        messages = loads.messages[rows].astype(np.float64)
-        out_key, in_key = self._round * self._world + self._src, self._round * self._world + self._dst
-        out, into = self._sum(out_key, self._bytes), self._sum(in_key, self._bytes)
-        effective = self._pairs(out_key, in_key)
-        both = self._both(self._fan(out, out_key, link.fan_out), self._fan(into, in_key, link.fan_in))
-        effective = np.maximum(effective, both)
-        busy = (out + into) > 0
-        effective = np.maximum(effective, self._shared(out, into, kind, measured))
-        self.extrapolated = bool(effective.max(initial=0.0) > link.curve.largest)
-        beyond = np.maximum(np.maximum(self._sum(out_key, messages), self._sum(in_key, messages)) - 1, 0.0)
-        self.seconds: FloatArray = np.where(busy, link.curve.time(effective) + beyond * link.message_s, 0.0)
-
-    def _sum(self, key: IntArray, values: FloatArray) -> FloatArray:
-        return np.bincount(key, weights=values, minlength=self._rounds * self._world).reshape(self._rounds, self._world)
-
-    def _largest(self, key: IntArray, values: FloatArray) -> FloatArray:
-        found = np.zeros(self._rounds * self._world)
-        np.maximum.at(found, key, values)
-        return found.reshape(self._rounds, self._world)
-
-    def _pairs(self, out_key: IntArray, in_key: IntArray) -> FloatArray:
-        """Largest effective bytes of a rank's pairs: the larger direction plus ``two_way`` of the smaller."""
-        size = self._bytes
-        if self._link.two_way > 0:
-            size = self._with_return(size)
-        return np.maximum(self._largest(out_key, size), self._largest(in_key, size))
-
-    def _with_return(self, size: FloatArray) -> FloatArray:
-        world = self._world
-        pair, back = self._src * world + self._dst, self._dst * world + self._src
-        ever = np.zeros(world * world, dtype=bool)
-        ever[pair] = True
-        rows = np.flatnonzero(ever[back])
-        if not len(rows):
-            return size
-        key = self._round[rows] * (world * world) + pair[rows]
-        order = np.argsort(key, kind="stable")
-        ordered = key[order]
-        wanted = self._round[rows] * (world * world) + back[rows]
-        place = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-        there = np.where(ordered[place] == wanted, size[rows[order[place]]], 0.0)
-        merged = size.copy()
-        merged[rows] = np.maximum(size[rows], there) + self._link.two_way * np.minimum(size[rows], there)
-        return merged
-
-    def _fan(self, total: FloatArray, key: IntArray, factor: float) -> FloatArray:
-        """Bytes of a rank in one direction, weighted: the full factor from two equal peers on, none for a lone one."""
-        if factor <= 1:
-            return total * factor
-        lone = self._largest(key, self._bytes)
-        return total + (factor - 1) * np.minimum(total, 2 * (total - lone))
-
-    def _both(self, out: FloatArray, into: FloatArray) -> FloatArray:
-        return np.maximum(out, into) + self._link.turn * np.minimum(out, into)
-
-    def _shared(self, out: FloatArray, into: FloatArray, kind: str, measured: bool) -> FloatArray:
-        """Effective bytes of what ranks share: NIC, node, cluster; each rank gets those of its own (rounds, world)."""
-        link, topology = self._link, self._topology
-        node = topology.node_array
-        if kind == IN_NODE:
-            port, factor_out, factor_in = np.arange(self._world), None, None
-        else:
-            names, port = np.unique(topology.nic_array, return_inverse=True)
-            port = port.reshape(-1)
-            chosen = [(link.port_out(n), link.port_in(n)) if measured else (link.port, link.port) for n in names.tolist()]
-            factor_out, factor_in = (np.asarray([pair[k] for pair in chosen]) for k in (0, 1))
-        ports = int(port.max()) + 1
-        found = np.zeros_like(out)
-        if factor_out is not None and factor_in is not None:
-            sent, received = _grouped(out, port, ports) * factor_out, _grouped(into, port, ports) * factor_in
-            found = self._both(sent, received)[:, port]
-        home = np.zeros(ports, dtype=np.int64)
-        home[port] = node
-        width = np.bincount(home, minlength=topology.nodes)
-        by_node = np.maximum(_grouped(out, node, topology.nodes), _grouped(into, node, topology.nodes))
-        found = np.maximum(found, (by_node * link.node / width)[:, node])
-        everywhere = out.sum(axis=1) * link.world / ports
-        return np.maximum(found, everywhere[:, None])
-
-
-def _grouped(values: FloatArray, group: IntArray, groups: int) -> FloatArray:
-    """Sum the columns (rounds, world) by the group of their rank (rounds, groups)."""
-    member = np.zeros((len(group), groups))
-    member[np.arange(len(group)), group] = 1.0
-    return values @ member

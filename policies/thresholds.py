@@ -1,11 +1,11 @@
 """min_relay and min_split: from which block size on relaying, or splitting into bands, lowers the predicted time.
 
-``find_thresholds(profile, topology, executor, fanouts=(2,), ...)`` prices a batch of equal blocks that fills the NICs, by
-every route, over a grid of block sizes, and finds where the curves cross. Pure NumPy, no torch import.
+``find_thresholds(profile, topology, executor, fanouts=(2,), ...)`` prices a batch of equal blocks that fills the NICs,
+by every route, over a grid of block sizes, and finds where the curves cross. Pure NumPy, no torch import.
 
-The batch: ``BATCH_BLOCKS`` blocks held evenly by the ranks of one node, each wanted whole by the same ``fanout`` ranks of
-another node; relayed with hubs in turn, or spread over all of them. A threshold is the smallest block from which on the
-route is faster than direct; "never" (None) where it gains nowhere more than the prices' own error.
+The batch: ``BATCH_BLOCKS`` blocks held evenly by the ranks of one node, each wanted whole by the same ``fanout`` ranks
+of another node; relayed with hubs in turn, or spread over all of them. A threshold is the smallest block from which on
+the route is faster than direct; "never" (None) where it gains nowhere more than the prices' own error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from relaymeter.relayout.routes import RELAY, SPREAD
 from relaymeter.relayout.segments import DIRECT_MIN_BYTES, PART_ALIGN, RoundLoads
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["BATCH_BLOCKS", "Batch", "BatchLoads", "Threshold", "batch_loads", "batch_seconds", "find_thresholds", "possible_fanouts"]
+__all__ = [
+    "BATCH_BLOCKS",
+    "Batch",
+    "BatchLoads",
+    "Threshold",
+    "batch_loads",
+    "batch_seconds",
+    "find_thresholds",
+    "possible_fanouts",
+]
 
 FloatArray = NDArray[np.float64]
 
@@ -158,7 +167,7 @@ def batch_seconds(pricer: Pricer, batch: BatchLoads) -> FloatArray:
 
 def _sequence(terms: RoundTerms, parts: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> FloatArray:
     """Seconds of rounds that follow each other, each kind of round so many times; all ranks wait for each other."""
-    total = terms.pack[parts[0][0]].max(axis=1) + terms.unpack[parts[-1][0]].max(axis=1)
+    total: FloatArray = terms.pack[parts[0][0]].max(axis=1) + terms.unpack[parts[-1][0]].max(axis=1)
     before: NDArray[np.int64] | None = None
     for number, times in parts:
         total = total + times * terms.communicate[number].max(axis=1)
@@ -231,7 +240,7 @@ def _batch(topology: Topology, fanout: int, bucket_bytes: int) -> tuple[Topology
 
 
 def _crossing(direct: FloatArray, other: FloatArray, error: float) -> float:
-    """Bytes from which on ``other`` is faster than ``direct``, infinity for never. Interpolated in the log of the size."""
+    """Bytes from which on ``other`` is faster than ``direct``, infinity for never; interpolated in the log."""
     gain = 1 - other / direct
     if gain.max() <= error or gain[-1] <= 0:
         return float("inf")

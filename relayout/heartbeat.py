@@ -65,6 +65,7 @@ class Heartbeat:
         self._done: set[int] = set()
         self._value: dict[int, bytes] = {}
         self._changed: dict[int, float] = {}
+        self._beats: dict[int, int] = dict.fromkeys(self._others, 0)
         self._read_at = 0.0
         self._unreachable = False
         self._failure: Failure | None = None
@@ -85,7 +86,7 @@ class Heartbeat:
     @property
     def settle_s(self) -> float:
         """The longest that ``lost()`` takes."""
-        return self.lost_after_s + 2 * self.interval_s
+        return self.lost_after_s + 4 * self.interval_s
 
     def start(self) -> None:
         """Begin to beat. Every rank calls it, at about the same time; no rank waits for another."""
@@ -111,14 +112,17 @@ class Heartbeat:
     def lost(self) -> tuple[int, ...]:
         """Ranks that no longer beat, ascending; ranks that ended on purpose are not lost.
 
-        Takes its own time: returns once every other rank has either been seen to beat after the call or been silent for
+        Takes its own time: returns once every other rank has either been seen to beat twice or been silent for
         ``lost_after_s``. Where the store is out of reach its host is the lost rank.
         """
         begin = time.monotonic()
+        with self._lock:
+            before = dict(self._beats)
         while True:
             found = self._silent()
             with self._lock:
-                unsure = {r for r in self._others if self._changed[r] <= begin and r not in self._done}
+                # the first beat that is read may have been written before the call, by a rank that died since
+                unsure = {r for r in self._others if self._beats[r] < before[r] + 2 and r not in self._done}
             if self._store_is_silent() or not unsure - set(found) or time.monotonic() > begin + self.settle_s:
                 return found
             time.sleep(min(0.02, self.interval_s))
@@ -211,6 +215,7 @@ class Heartbeat:
                 if self._value.get(rank) != value:
                     self._value[rank] = value
                     self._changed[rank] = now
+                    self._beats[rank] += 1
                 (self._done.add if value == _DONE.encode() else self._done.discard)(rank)
 
     def _watch(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dist"))
 
-from pool import RankPool  # noqa: E402
+from pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,11 @@ def cell(seat: Seat, executor: str, nbytes: int, messages: int, calls: int) -> d
     found = measure.RankExchange(_world(seat)).measure(
         matrix, executor, messages=messages, calls=calls, sampling=sampling
     )
-    return {"times": list(found.times_s), "spent": found.spent_s, "wrong": [list(vars(w).values()) for w in found.wrong]}
+    return {
+        "times": list(found.times_s),
+        "spent": found.spent_s,
+        "wrong": [list(vars(w).values()) for w in found.wrong],
+    }
 
 
 def damaged(seat: Seat, executor: str, how: str) -> list[list[int]]:

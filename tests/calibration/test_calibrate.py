@@ -96,9 +96,7 @@ def test_any_shape_of_world(nodes: int, ranks: int) -> None:
 def test_a_large_cluster_is_sampled_not_swept() -> None:
     topology = Topology.grid(16, 8)
     cluster = Cluster(topology, nic_rate=50e9, port_rate=300e9, cross_latency_s=2e-5, near_latency_s=1e-5)
-    profile = calibrate_cluster(
-        cluster.instruments(), topology, executors=("all-to-all",), settings=Settings.short()
-    )
+    profile = calibrate_cluster(cluster.instruments(), topology, executors=("all-to-all",), settings=Settings.short())
     assert profile.topology == topology and cluster.calls < 250
 
 

@@ -13,7 +13,9 @@ times = st.lists(st.floats(1e-6, 1.0), min_size=len(SIZES), max_size=len(SIZES))
 
 
 @given(times, st.lists(st.floats(0, 1e9), min_size=2, max_size=50))
-def test_a_curve_rises_whatever_was_measured_and_never_beats_the_peak(measured: list[float], wanted: list[float]) -> None:
+def test_a_curve_rises_whatever_was_measured_and_never_beats_the_peak(
+    measured: list[float], wanted: list[float]
+) -> None:
     curve = fit_curve(SIZES, measured)
     nbytes = np.sort(np.asarray(wanted))
     seconds = curve.time(nbytes)

@@ -25,11 +25,10 @@ def test_all_ranks_get_the_same_samples_and_every_byte_is_right(
 
 @pytest.mark.parametrize("executor", ["send-recv", "all-to-all"])
 @pytest.mark.parametrize(
-    ("how", "least", "most"), [("zeros", 32_000, 32_768), ("stale", 16_000, 32_768), ("bit", 2, 2), ("swap", 12_000, 16_384)]
+    ("how", "least", "most"),
+    [("zeros", 32_000, 32_768), ("stale", 16_000, 32_768), ("bit", 2, 2), ("swap", 12_000, 16_384)],
 )
-def test_wrong_bytes_are_counted_on_every_rank(
-    pool: RankPool, executor: str, how: str, least: int, most: int
-) -> None:
+def test_wrong_bytes_are_counted_on_every_rank(pool: RankPool, executor: str, how: str, least: int, most: int) -> None:
     found = pool.call("jobs_calibration:damaged", executor=executor, how=how)
     assert all(answer == found[0] for answer in found)
     ((src, dst, count),) = found[0]

@@ -1,0 +1,149 @@
+"""Traffic of one link class: the seconds that its loads take in every round on every rank. Pure NumPy, no torch import.
+
+``Traffic(link, kind, topology, measured, loads, rows).seconds`` is an array (rounds, world). Every resource (the pair with
+its duplex, the rank's port, the NIC, the node, the cluster) turns its bytes into the bytes of a lone flow that takes as
+long; the largest of them goes through the one time curve of the class.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaymeter.calibration.costs import CROSS_NODE, LinkCosts
+from relaymeter.relayout.segments import RoundLoads
+from relaymeter.relayout.topology import Topology
+
+__all__ = ["Traffic"]
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+#: Factors closer to 1 than this are taken as 1.
+_SMALL = 0.05
+
+
+class Traffic:
+    """Seconds per round and rank that the rows of one link class take, as if there were no other class."""
+
+    def __init__(
+        self, link: LinkCosts, kind: str, topology: Topology, measured: bool, loads: RoundLoads, rows: NDArray[np.bool_]
+    ) -> None:
+        self._link, self._topology = link, topology
+        self._world, self._rounds = topology.world_size, loads.rounds
+        self._round, self._src, self._dst = loads.round[rows], loads.src[rows], loads.dst[rows]
+        self._bytes = loads.bytes[rows].astype(np.float64)
+        messages = loads.messages[rows].astype(np.float64)
+        out_key, in_key = self._round * self._world + self._src, self._round * self._world + self._dst
+        out, into = self._sum(out_key, self._bytes), self._sum(in_key, self._bytes)
+        effective = self._pairs(out_key, in_key)
+        # Between nodes a port that one flow does not fill is the NIC, below; inside a node it is the rank itself.
+        least = 1.0 if kind == CROSS_NODE else 0.0
+        fan_out, fan_in = max(link.fan_out, least), max(link.fan_in, least)
+        if not (kind == CROSS_NODE and link.port < 1 - _SMALL and fan_out == fan_in == 1):
+            both = self._both(self._fan(out, out_key, fan_out), self._fan(into, in_key, fan_in))
+            effective = np.maximum(effective, both)
+        busy = (out + into) > 0
+        effective = np.maximum(effective, self._shared(out, into, kind, measured))
+        self.extrapolated = bool(effective.max(initial=0.0) > link.curve.largest)
+        beyond = np.maximum(np.maximum(self._sum(out_key, messages), self._sum(in_key, messages)) - 1, 0.0)
+        self.seconds: FloatArray = np.where(busy, link.curve.time(effective) + beyond * link.message_s, 0.0)
+
+    def _sum(self, key: IntArray, values: FloatArray) -> FloatArray:
+        found = np.bincount(key, weights=values, minlength=self._rounds * self._world)
+        return found.astype(np.float64).reshape(self._rounds, self._world)
+
+    def _largest(self, key: IntArray, values: FloatArray) -> FloatArray:
+        found = np.zeros(self._rounds * self._world)
+        np.maximum.at(found, key, values)
+        return found.reshape(self._rounds, self._world)
+
+    def _pairs(self, out_key: IntArray, in_key: IntArray) -> FloatArray:
+        """Largest effective bytes of a rank's pairs: the larger direction plus ``two_way`` of the smaller."""
+        size = self._bytes
+        if self._link.two_way > 0:
+            size = self._with_return(size)
+        return np.maximum(self._largest(out_key, size), self._largest(in_key, size))
+
+    def _with_return(self, size: FloatArray) -> FloatArray:
+        world = self._world
+        pair, back = self._src * world + self._dst, self._dst * world + self._src
+        ever = np.zeros(world * world, dtype=bool)
+        ever[pair] = True
+        rows = np.flatnonzero(ever[back])
+        if not len(rows):
+            return size
+        key = self._round[rows] * (world * world) + pair[rows]
+        order = np.argsort(key, kind="stable")
+        ordered = key[order]
+        wanted = self._round[rows] * (world * world) + back[rows]
+        place = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
+        there = np.where(ordered[place] == wanted, size[rows[order[place]]], 0.0)
+        merged = size.copy()
+        merged[rows] = np.maximum(size[rows], there) + self._link.two_way * np.minimum(size[rows], there)
+        return merged
+
+    def _fan(self, total: FloatArray, key: IntArray, factor: float) -> FloatArray:
+        """Bytes of a rank in one direction, weighted: the full factor from two equal peers on, none for a lone one."""
+        if factor == 1:
+            return total
+        if factor < 1:
+            return self._fair(key, np.full(self._world, factor), self._world)
+        lone = self._largest(key, self._bytes)
+        return total + (factor - 1) * np.minimum(total, 2 * (total - lone))
+
+    def _fair(self, key: IntArray, factors: FloatArray, ports: int) -> FloatArray:
+        """Effective bytes of the ports (rounds, ports) that one flow does not fill, ``key`` being round * ports + port.
+
+        The flows of a port share it evenly; as the short ones end, fewer are left than it takes to fill it. With n(b)
+        flows of more than b bytes that is the integral of max(1, factor * n(b)) over b up to the largest.
+        """
+        order = np.argsort(key + self._bytes * 2.0**-36)
+        size, place = self._bytes[order], key[order]
+        first = np.concatenate([[True], place[1:] != place[:-1]])
+        step = np.where(first, size, size - np.concatenate([[0.0], size[:-1]]))
+        count = np.bincount(place, minlength=self._rounds * ports)
+        rank_in = np.arange(len(place)) - (np.cumsum(count) - count)[place]
+        alive = count[place] - rank_in
+        weight = np.maximum(1.0, factors[place % ports] * alive)
+        found = np.bincount(place, weights=step * weight, minlength=self._rounds * ports)
+        return found.astype(np.float64).reshape(self._rounds, ports)
+
+    def _through(self, key: IntArray, total: FloatArray, factors: FloatArray) -> FloatArray:
+        """Effective bytes of NICs that carry ``total`` (rounds, NICs) in one direction."""
+        return self._fair(key, factors, len(factors)) if factors.min() < 1 - _SMALL else total * factors
+
+    def _both(self, out: FloatArray, into: FloatArray) -> FloatArray:
+        return np.maximum(out, into) + self._link.turn * np.minimum(out, into)
+
+    def _shared(self, out: FloatArray, into: FloatArray, kind: str, measured: bool) -> FloatArray:
+        """Effective bytes of what ranks share: NIC, node, cluster; each rank gets those of its own (rounds, world)."""
+        link, topology = self._link, self._topology
+        node = topology.node_array
+        found = np.zeros_like(out)
+        port: IntArray = np.arange(self._world)
+        ports = self._world
+        if kind == CROSS_NODE:
+            names, place = np.unique(topology.nic_array, return_inverse=True)
+            port, ports = place.reshape(-1).astype(np.int64), len(names)
+            usual = np.full(ports, link.port)
+            factor_out = np.asarray([link.port_out(n) for n in names.tolist()]) if measured else usual
+            factor_in = np.asarray([link.port_in(n) for n in names.tolist()]) if measured else usual
+            sent = self._through(self._round * ports + port[self._src], _grouped(out, port, ports), factor_out)
+            received = self._through(self._round * ports + port[self._dst], _grouped(into, port, ports), factor_in)
+            found = self._both(sent, received)[:, port]
+        home = np.zeros(ports, dtype=np.int64)
+        home[port] = node
+        width = np.bincount(home, minlength=topology.nodes)
+        by_node = np.maximum(_grouped(out, node, topology.nodes), _grouped(into, node, topology.nodes))
+        found = np.maximum(found, (by_node * link.node / width)[:, node])
+        everywhere = out.sum(axis=1) * link.world / ports
+        return np.maximum(found, everywhere[:, None])
+
+
+def _grouped(values: FloatArray, group: IntArray, groups: int) -> FloatArray:
+    """Sum the columns (rounds, world) by the group of their rank (rounds, groups)."""
+    member = np.zeros((len(group), groups))
+    member[np.arange(len(group)), group] = 1.0
+    found: FloatArray = values @ member
+    return found

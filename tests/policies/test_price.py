@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import Cluster
+
+from relaymeter.calibration.patterns import matrix_of, random_matrix
+from relaymeter.calibration.profiles import Profile
+from relaymeter.errors import InputError
+from relaymeter.policies.price import Pricer, flow_loads, price_loads
+from relaymeter.relayout.segments import RoundLoads
+from relaymeter.relayout.topology import Topology
+
+EXECUTORS = ("send-recv", "all-to-all")
+Profiles = Callable[[str], Profile]
+
+flow = st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3), st.integers(1, 1 << 26))
+flows = st.lists(flow, min_size=1, max_size=20)
+
+
+def loads_of(rows: list[tuple[int, int, int, int]], packed: bool = True) -> RoundLoads:
+    """Rows (round, src, dst, bytes), merged by pair as a schedule has them; every one in a single segment."""
+    merged: dict[tuple[int, int, int], list[int]] = {}
+    for number, src, dst, size in rows:
+        entry = merged.setdefault((number, src, dst), [0, 0])
+        entry[0] += size
+        entry[1] += 1
+    key = np.asarray(sorted(merged), dtype=np.int64).reshape(-1, 3)
+    value = np.asarray([merged[tuple(k)] for k in key.tolist()], dtype=np.int64).reshape(-1, 2)
+    away = (key[:, 1] != key[:, 2]).astype(np.int64)
+    size, count = value[:, 0], value[:, 1]
+    pack = size * away * packed
+    return RoundLoads(
+        rounds=3,
+        round=key[:, 0],
+        src=key[:, 1],
+        dst=key[:, 2],
+        bytes=size,
+        messages=away,
+        pack_bytes=pack,
+        pack_segments=count * away * packed,
+        unpack_bytes=pack,
+        unpack_segments=count * away * packed,
+    )
+
+
+@pytest.mark.parametrize("name", ["box", "half duplex", "unshaped"])
+@pytest.mark.parametrize("executor", EXECUTORS)
+@settings(max_examples=60, deadline=None)
+@given(rows=flows, more=st.integers(1, 1 << 24), which=st.integers(0, 19))
+def test_more_bytes_never_cost_less(
+    profile_of: Profiles, name: str, executor: str, rows: list[tuple[int, int, int, int]], more: int, which: int
+) -> None:
+    profile = profile_of(name)
+    place = which % len(rows)
+    number, src, dst, size = rows[place]
+    grown = [*rows[:place], (number, src, dst, size + more), *rows[place + 1 :]]
+    before = price_loads(loads_of(rows), profile.topology, profile, executor)
+    after = price_loads(loads_of(grown), profile.topology, profile, executor)
+    assert np.isfinite(before.total_s) and before.total_s > 0
+    assert after.total_s >= before.total_s * (1 - 1e-12)
+    assert 0 < before.low_s < before.total_s < before.high_s
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@settings(max_examples=60, deadline=None)
+@given(rows=flows)
+def test_no_price_beats_the_measured_peak(
+    profile_of: Profiles, executor: str, rows: list[tuple[int, int, int, int]]
+) -> None:
+    profile = profile_of("box")
+    costs = profile.costs(executor)
+    loads = loads_of(rows)
+    price = price_loads(loads, profile.topology, profile, executor)
+    node = profile.topology.node_array
+    for link, rows_of in ((costs.in_node, False), (costs.cross_node, True)):
+        assert link is not None
+        mine = ((node[loads.src] != node[loads.dst]) == rows_of) & (loads.src != loads.dst)
+        peak = link.curve.peak_rate / min(link.port, *link.ports_out.values(), *link.ports_in.values(), 1.0)
+        for side in (loads.src, loads.dst):
+            busiest = np.bincount(side[mine], weights=loads.bytes[mine], minlength=4).max(initial=0.0)
+            assert price.total_s >= busiest / peak * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("size", [64, 1024, 65536, 1 << 20, 1 << 24, 1 << 27])
+def test_the_price_is_continuous_in_bytes(profile_of: Profiles, executor: str, size: int) -> None:
+    profile = profile_of("half duplex")
+    near = [
+        price_loads(
+            loads_of([(0, 0, 2, size + step), (0, 2, 0, size), (0, 1, 3, 4 * size), (1, 2, 3, size + step)]),
+            profile.topology,
+            profile,
+            executor,
+        ).total_s
+        for step in (0, 1, 2)
+    ]
+    assert near[2] - near[0] <= 1e-3 * near[0] + 2 * 2 / 1e6
+
+
+def test_a_shared_nic_is_priced_once_and_separate_ones_side_by_side(profile_of: Profiles) -> None:
+    size = 8 << 20
+    both = loads_of([(0, 0, 2, size), (0, 1, 3, size)], packed=False)
+    apart = price_loads(both, Topology.grid(2, 2), profile_of("box"), "send-recv")
+    shared = price_loads(both, Topology.grid(2, 2, "node"), profile_of("shared box"), "send-recv")
+    assert apart.total_s == pytest.approx(size / 48e6, rel=0.03)
+    assert shared.total_s == pytest.approx(2 * size / 48e6, rel=0.03)
+
+
+def test_half_duplex_pairs_pay_for_both_directions(profile_of: Profiles) -> None:
+    size = 8 << 20
+    both = loads_of([(0, 0, 2, size), (0, 2, 0, size)], packed=False)
+    full = price_loads(both, Topology.grid(2, 2), profile_of("box"), "all-to-all")
+    half = price_loads(both, Topology.grid(2, 2), profile_of("half duplex"), "all-to-all")
+    assert full.total_s == pytest.approx(size / 48e6, rel=0.03)
+    assert half.total_s == pytest.approx(2 * size / 48e6, rel=0.05)
+
+
+def test_stages_that_overlap_cost_the_longer_one(profile_of: Profiles) -> None:
+    profile = profile_of("box")
+    cross, near = (0, 0, 2, 4 << 20), (0, 3, 2, 16 << 20)
+    alone = price_loads(loads_of([cross], packed=False), profile.topology, profile, "send-recv").total_s
+    both = price_loads(loads_of([cross, near], packed=False), profile.topology, profile, "send-recv").total_s
+    assert both == pytest.approx(alone, rel=0.05)
+
+
+def test_rounds_add_up_and_the_breakdown_names_the_parts(profile_of: Profiles) -> None:
+    profile = profile_of("box")
+    one = [(0, 0, 2, 4 << 20)]
+    three = [(number, 0, 2, 4 << 20) for number in range(3)]
+    first = price_loads(loads_of(one), profile.topology, profile, "send-recv")
+    whole = price_loads(loads_of(three), profile.topology, profile, "send-recv")
+    assert whole.rounds_s.sum() == pytest.approx(whole.total_s)
+    assert 2.5 * first.total_s < whole.total_s <= 3 * first.total_s
+    assert whole.breakdown["cross_node_s"] == pytest.approx(3 * (4 << 20) / 48e6, rel=0.05)
+    assert whole.breakdown["pack_s"] > 0 and whole.breakdown["in_node_s"] == 0
+
+
+def test_a_rank_unpacks_while_its_peer_packs(profile_of: Profiles) -> None:
+    """Sender and receiver work on different rounds, so packing and unpacking do not add up over the rounds."""
+    profile = profile_of("unshaped")
+    costs = profile.costs("send-recv")
+    slow = replace(costs, pack=replace(costs.pack, byte_s=1e-8), unpack=replace(costs.unpack, byte_s=1e-8))
+    pricer = Pricer(profile, profile.topology, "send-recv", slow)
+    size = 1 << 24
+    loads = loads_of([(number, 0, 2, size) for number in range(3)])
+    terms = pricer.terms(loads)
+    serial = float((terms.pack + terms.communicate + terms.unpack).max(axis=1).sum() + terms.unpack.max(axis=1).sum())
+    assert pricer.price(loads).total_s < serial
+
+
+@pytest.mark.parametrize("name", ["box", "shared box", "half duplex", "gpus"])
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_uneven_matrices_that_were_never_fitted(
+    profile_of: Profiles, truth_of: Callable[[str], Cluster], name: str, executor: str
+) -> None:
+    profile, truth = profile_of(name), truth_of(name)
+    pricer = Pricer(profile, profile.topology, executor)
+    rng = np.random.default_rng(7)
+    errors = []
+    for _ in range(12):
+        found = random_matrix(profile.topology, rng, 4 << 20 if name != "gpus" else 64 << 20, 64 << 20)
+        if found:
+            matrix = matrix_of(found, profile.topology.world_size)
+            predicted = float(pricer.terms(flow_loads(found)).communicate.max())
+            errors.append(abs(predicted / truth.seconds(matrix, executor) - 1))
+    assert np.median(errors) <= 0.08 and np.quantile(errors, 0.9) <= 0.2
+
+
+def test_many_ranks_and_rounds_are_priced_fast(profile_of: Profiles) -> None:
+    topology = Topology.grid(16, 8)
+    rng = np.random.default_rng(3)
+    rounds, rows = 1000, 300_000
+    number = np.sort(rng.integers(0, rounds, rows))
+    src, dst = rng.integers(0, 128, rows), rng.integers(0, 128, rows)
+    size = rng.integers(1, 1 << 20, rows)
+    one = np.ones(rows, dtype=np.int64)
+    loads = RoundLoads(rounds, number, src, dst, size, one, size, one, size, one)
+    pricer = Pricer(profile_of("gpus"), topology, "send-recv")
+    pricer.price(loads)
+    best = min(_seconds(lambda: pricer.price(loads)) for _ in range(3))
+    assert best < 0.6  # 0.12 s on a quiet core
+    assert pricer.price(loads).extrapolated
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
+
+
+def test_an_empty_schedule_costs_nothing_and_unmeasured_links_are_refused(profile_of: Profiles) -> None:
+    profile = profile_of("box")
+    nothing = price_loads(loads_of([]), profile.topology, profile, "send-recv")
+    assert nothing.total_s == 0
+    costs = replace(profile.costs("send-recv"), cross_node=None)
+    with pytest.raises(InputError, match="between nodes"):
+        Pricer(profile, profile.topology, "send-recv", costs).price(loads_of([(0, 0, 2, 64)]))
+    with pytest.raises(InputError, match="no executor 'ring'"):
+        price_loads(loads_of([]), profile.topology, profile, "ring")

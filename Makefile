@@ -33,7 +33,7 @@ demo: setup
 	@echo "files: $(OUT)/profile.json (calibration), choose.json (prices), run.jsonl (rows), run.png (plot)"
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/pytest $(ARGS)
 
 bench: setup
 	$(BIN)/python -m relaymeter.harness.bench

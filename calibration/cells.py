@@ -22,6 +22,9 @@ IntArray = NDArray[np.int64]
 #: Samples that agree within ``Sampling.quiet`` end a cell after this many; others go on to ``STEADY_SAMPLES``.
 QUIET_SAMPLES = 3
 STEADY_SAMPLES = 11
+#: A cell out of time whose samples scatter by more than this share of the median still goes on to so many samples.
+ROUGH = 0.1
+ROUGH_SAMPLES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class Sampling:
     half_width: float = 0.05
     """Relative half-width of the median's interval that ends the cell from ``STEADY_SAMPLES`` on."""
     seconds: float = 0.6
-    """Wall time after which the cell ends."""
+    """Wall time after which the cell ends, unless it is rough."""
     volume_bytes: float = float("inf")
     """Bytes moved by all ranks together after which the cell ends."""
 
@@ -46,11 +49,14 @@ class Sampling:
         count = len(times_s)
         if count < QUIET_SAMPLES:
             return count >= self.maximum
-        if count >= self.maximum or spent_s >= self.seconds or moved_bytes >= self.volume_bytes:
+        if count >= self.maximum or moved_bytes >= self.volume_bytes:
             return True
         median, low, high = median_interval(times_s)
-        if max(times_s) - min(times_s) <= self.quiet * median:
+        scatter = (max(times_s) - min(times_s)) / median
+        if scatter <= self.quiet:
             return True
+        if spent_s >= self.seconds:
+            return scatter <= ROUGH or count >= ROUGH_SAMPLES or spent_s >= 3 * self.seconds
         return count >= STEADY_SAMPLES and (high - low) / 2 <= self.half_width * median
 
 

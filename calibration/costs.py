@@ -69,12 +69,12 @@ class Curve:
 
     @property
     def plateau_rate(self) -> float:
-        """Payload rate of large messages, in bytes per second: the best of the sizes from a quarter of the largest on.
+        """Payload rate of large messages, in bytes per second: the median of the sizes from half the largest on.
 
-        Smaller ones may look faster than the link, where a rate limiter lets a burst through.
+        Smaller ones may look faster than the link, where a rate limiter lets a burst through, or slower by their latency.
         """
         pairs = zip(self.bytes, self.seconds, strict=True)
-        return max(b / s for b, s in pairs if 4 * b >= self.bytes[-1])
+        return float(np.median([b / s for b, s in pairs if 2 * b >= self.bytes[-1]]))
 
     @property
     def largest(self) -> int:
@@ -107,7 +107,7 @@ class LinkCosts:
     node: float
     """Factor of the mean bytes per port of a node, one direction: 1 where a node's ports do not disturb each other."""
     world: float
-    """The same over the ports of all nodes, both directions at once: shows a shared switch, or cores that nodes share."""
+    """The same over the ports of all nodes, both directions at once: a shared switch, or shared cores."""
     message_s: float
     """Seconds for each message of a rank in a round beyond its first."""
 

@@ -157,7 +157,8 @@ def _fit_link(cells: Sequence[Cell], kind: str, topology: Topology, executor: st
         return [(bytes_, cell) for bytes_, cell in found if bytes_ > (1 + _NOISE) * loads.explained(cell, link)]
 
     two_way = [min(found / cell.size - 1, 1.5) for found, cell in penalty(f"{kind} two-way")]
-    turn = [min(found / cell.size - 1, 1.5) for found, cell in penalty("turn")] if kind == CROSS_NODE else []
+    # A pair that is full duplex proves that its ports are.
+    turn = [min(found / cell.size - 1, *two_way, 1.5) for found, cell in penalty("turn") if two_way]
     fan_in = [found / loads.total(cell) for found, cell in penalty(f"{kind} fan-in")]
     fan_out = [found / loads.total(cell) for found, cell in penalty(f"{kind} fan-out")]
     return replace(
@@ -207,18 +208,23 @@ class _Loads:
         return found
 
     def ports(self, cells: Sequence[Cell], many: float) -> tuple[dict[int, float], dict[int, float]]:
-        """Smallest factor seen at each port, sending and receiving (the mean of those within 3 % of it).
+        """Factor of each port, sending and receiving: of its own cells ("nic"), unless others show it to be faster.
 
         ``many`` is what several flows of a port reach over one of them.
         """
-        found: tuple[dict[int, list[float]], dict[int, list[float]]] = ({}, {})
+        own: tuple[dict[int, list[float]], dict[int, list[float]]] = ({}, {})
+        other: tuple[dict[int, list[float]], dict[int, list[float]]] = ({}, {})
         for cell in cells:
             for side in (0, 1):
                 flows = Counter(self._port[flow[side]] for flow in cell.flows)
                 for port, load in self._by(cell, self._port, side).items():
                     factor = self.effective(cell) / load * (many if flows[port] == 1 else 1.0)
-                    found[side].setdefault(port, []).append(factor)
-        sent, received = ({port: _least(values) for port, values in sorted(side.items())} for side in found)
+                    table = own if cell.pattern == "nic" else other
+                    table[side].setdefault(port, []).append(factor)
+        sent, received = (
+            {port: _port_factor(own[side].get(port, []), other[side].get(port, [])) for port in sorted(ports)}
+            for side, ports in ((side, {*own[side], *other[side]}) for side in (0, 1))
+        )
         return sent, received
 
     def node(self, cells: Sequence[Cell]) -> float:
@@ -249,9 +255,11 @@ class _Loads:
         return max(found)
 
 
-def _least(values: Sequence[float]) -> float:
-    least = min(values)
-    return float(np.mean([value for value in values if value <= 1.03 * least]))
+def _port_factor(own: Sequence[float], other: Sequence[float]) -> float:
+    least = min([*own, *other])
+    if own and least > (1 - _NOISE) * float(np.median(own)):
+        return float(np.median(own))
+    return float(np.mean([value for value in (*own, *other) if value <= 1.03 * least]))
 
 
 def _settled(factor: float) -> float:

@@ -29,6 +29,8 @@ _PROBE_SHARE = 0.93
 _FIRST_SHARE = 0.62
 #: About as many cells as one executor takes; only the pace within the budget depends on it.
 _CELLS = 60
+#: No curve ends below this size without need.
+_LEAST_END = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +135,11 @@ class Prober:
         steps += [
             ("both directions", self._two_way),
             ("nodes at once", self._nodes),
-            ("fan-in and fan-out", self._fans),
             ("inside nodes", self._inside),
             ("overlap of stages", self._overlap),
-            ("many messages", self._messages),
             ("uneven matrices", self._matrices),
+            ("fan-in and fan-out", self._fans),
+            ("many messages", self._messages),
         ]
         return steps
 
@@ -162,6 +164,7 @@ class Prober:
         self._cells_left = max(8, self._cells_left - 1)
         if calls is None:
             calls = min(self._calls(expected_s), max(1, int(share / (3 * expected_s))))
+        share *= 0.5 if expected_s * calls < 5e-3 else 1.0
         sampling = Sampling(warmups=1 if calls > 1 or expected_s > 0.03 else 3, seconds=share)
         matrix = matrix_of(flows, self.topology.world_size)
         samples = self._in.exchange(matrix, self._executor, messages=messages, calls=calls, sampling=sampling)
@@ -212,7 +215,8 @@ class Prober:
     def _curve(self, kind: str, src: int, dst: int) -> None:
         """Sizes by four up to 16 KiB, then by two, until the rate is flat or a call takes ``largest_s``.
 
-        Flat: two sizes in a row, of 4 MiB or more, are no faster than the best before them by 3 %.
+        Flat: two sizes in a row, of 4 MiB or more, are no faster than the best before them by 3 %. A curve goes on to
+        4 MiB unless a call would take four times as long as it may.
         """
         size, expected, best, flat = 1024, 1e-3, 0.0, 0
         while size <= self._largest:
@@ -220,14 +224,14 @@ class Prober:
             if cell is None:
                 return
             rate = size / cell.median_s
-            flat = flat + 1 if rate < 1.03 * best and size >= (4 << 20) else 0
+            flat = flat + 1 if rate < 1.03 * best and size >= _LEAST_END else 0
             best = max(best, rate)
             hurried = self.found.spent_s >= self._until_s
             coarse = (hurried or self._set.coarse) and size < (1 << 20)
             factor = 4 if size < (16 << 10) or coarse else 2
             expected = cell.median_s * (factor if size >= 65536 else 1)
-            enough = size >= (4 << 20) and (flat >= 2 or hurried)
-            if enough or expected > self._set.largest_s:
+            ends = flat >= 2 or hurried or expected > self._set.largest_s
+            if (ends and size >= _LEAST_END) or expected > 4 * self._set.largest_s:
                 return
             size *= factor
 

@@ -1,8 +1,8 @@
 """Benchmarks: how long planning takes, and what a two-way exchange costs against a one-way one.
 
-``python -m relaymeter.harness.bench`` prints both and returns 3 where a bar is missed: planning the largest scenario for
-128 ranks takes at most 10 s, and a two-way exchange by send-recv at most 1.1 of a one-way one. The exchange runs on
-two ranks of a cluster in a box, or on loopback where the machine makes none.
+``python -m relaymeter.harness.bench`` prints both; returns 3 where a bar is missed: planning the largest scenario on
+128 ranks takes at most 10 s, a two-way exchange by send-recv at most 1.1 of a one-way one. The exchange runs on two
+ranks of a cluster in a box, or on loopback where the machine makes none.
 """
 
 from __future__ import annotations

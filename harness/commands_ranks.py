@@ -27,7 +27,7 @@ from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.calibration.profiles import save as save_profile
 from relaymeter.errors import EXIT_OK, InputError
 from relaymeter.harness import emit
-from relaymeter.harness.config import CalibrateJob, ClusterConfig, Fault, RunJob, RunStamp, Scenario
+from relaymeter.harness.config import CalibrateJob, ClusterConfig, Fault, RunJob, RunStamp, Scenario, check
 from relaymeter.harness.launch import ClusterSpec, WorldHint, already_in_world, launch
 from relaymeter.harness.moves import plan_scenario, select_moves
 from relaymeter.harness.plots import check_plot, plot_rows
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
     if hint is None:
         cluster = _shapeable(_asked(args, profile), out)
         topology = Topology.grid(cluster.nodes, cluster.ranks_per_node, cluster.nic_per)
-        mismatch += _topology_mismatch(profile, topology, args)
         plan_scenario(scenario, topology, args.bucket_bytes)  # refuses what does not fit before a rank starts
         if args.fault is not None and args.fault[1] >= topology.world_size:
             raise InputError(f"--fault: rank {args.fault[1]} of {topology.world_size} ranks")
+    mismatch += _cluster_mismatch(args, profile, cluster)
     job = RunJob(
         scenario=scenario,
         profile=str(args.profile.resolve()),
@@ -190,14 +190,25 @@ def _check_world(args: argparse.Namespace, hint: WorldHint | None) -> None:
         )
 
 
-def _topology_mismatch(profile: Profile, topology: Topology, args: argparse.Namespace) -> tuple[str, ...]:
-    measured = profile.topology
-    if topology.node == measured.node:
+def _cluster_mismatch(args: argparse.Namespace, profile: Profile, cluster: ClusterConfig | None) -> tuple[str, ...]:
+    """Where the profile's cluster is another one than ``cluster`` (None: a world that was joined)."""
+    known = profile.fingerprint.get("cluster")
+    if known == (None if cluster is None else cluster.model_dump()):
         return ()
-    text = f"topology: profile {_shape(measured)} ranks by node, here {_shape(topology)}"
+    measured = None if known is None else check(ClusterConfig, known, f"profile {args.profile}, cluster")
+    text = f"cluster: profile {_describe(measured)}, here {_describe(cluster)}"
     if not args.allow_mismatch:
-        raise InputError(f"profile {args.profile}: {text}: calibrate this topology, or add --allow-mismatch")
+        raise InputError(f"profile {args.profile}: {text}: calibrate this cluster, or add --allow-mismatch")
     return (text,)
+
+
+def _describe(cluster: ClusterConfig | None) -> str:
+    if cluster is None:
+        return "a world that was joined"
+    rate = cluster.nic_rate_bytes_per_s
+    speed = "unshaped" if rate is None else f"{rate * 8 / 1e6:g} Mbit/s"
+    kind = "" if cluster.shape else " on loopback"
+    return f"{cluster.nodes} x {cluster.ranks_per_node} ranks{kind}, a NIC per {cluster.nic_per}, {speed}"
 
 
 def _commit() -> str | None:
@@ -210,10 +221,6 @@ def _commit() -> str | None:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return found.stdout.strip() or None
     return None
-
-
-def _shape(topology: Topology) -> str:
-    return "+".join(str(len(topology.ranks_of(node))) for node in range(topology.nodes))
 
 
 def _work(

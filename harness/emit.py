@@ -21,7 +21,7 @@ from relaymeter.units import format_bytes, format_rate, format_seconds
 
 __all__ = ["Output", "candidate_table", "choice_lines", "price_table", "profile_tables", "run_headline", "run_tables"]
 
-_WIDE = 170
+_WIDE = 190
 _NONE = "-"
 _SCALES = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
 

@@ -105,18 +105,20 @@ def replica_ranks(scenario: Scenario, move: MoveConfig, topology: Topology) -> t
     if degree * copies > len(ranks):
         raise InputError(
             f"{what}: tensor_parallel {degree} x replicas {copies} = {degree * copies} ranks asked, "
-            f"{len(ranks)} given (nodes {_span(nodes)}): give more ranks or a smaller degree"
+            f"{len(ranks)} given ({_span(nodes)}): give more ranks or a smaller degree"
         )
     if move.replicas is None and len(ranks) % degree:
         raise InputError(
-            f"{what}: {len(ranks)} ranks (nodes {_span(nodes)}) % tensor_parallel {degree} = {len(ranks) % degree}, "
+            f"{what}: {len(ranks)} ranks ({_span(nodes)}) % tensor_parallel {degree} = {len(ranks) % degree}, "
             "not 0: set replicas, or give a multiple of the degree"
         )
     return tuple(ranks[k * degree : (k + 1) * degree] for k in range(copies))
 
 
 def _span(nodes: Sequence[int]) -> str:
-    return f"{nodes[0]} to {nodes[-1]}" if len(nodes) > 2 else " and ".join(str(node) for node in nodes)
+    if len(nodes) == 1:
+        return f"node {nodes[0]}"
+    return f"nodes {nodes[0]} {'to' if len(nodes) > 2 else 'and'} {nodes[-1]}"
 
 
 def source_layout(scenario: Scenario, topology: Topology) -> Layout:

@@ -71,7 +71,7 @@ def test_several_flows_that_fill_a_nic_where_one_does_not() -> None:
     profile = calibrate_cluster(cluster.instruments(), cluster.topology, executors=("all-to-all",))
     assert profile.nic_rate(0) == pytest.approx(50e9, rel=0.05)
     link = profile.costs("all-to-all").cross_node
-    assert link is not None and link.curve.plateau_rate == pytest.approx(30e9, rel=0.03)
+    assert link is not None and link.curve.plateau_rate == pytest.approx(30e9, rel=0.05)
 
 
 def test_a_machine_that_limits_everything_is_not_taken_for_a_shared_nic() -> None:

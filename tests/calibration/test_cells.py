@@ -15,7 +15,10 @@ from relaymeter.calibration.cells import Cell, PackCell, Sampling
         ([1.0, 1.0], 9.0, 0, False),  # two samples have no spread to judge
         ([1.0, 1.01, 1.0], 0.1, 0, True),  # quiet
         ([1.0, 1.2, 1.0], 0.1, 0, False),
-        ([1.0, 1.2, 1.0], 0.7, 0, True),  # time is up
+        ([1.0, 1.06, 1.0], 0.7, 0, True),  # time is up
+        ([1.0, 1.2, 1.0], 0.7, 0, False),  # time is up, but two more samples tell the modes apart
+        ([1.0, 1.2, 1.0, 1.2, 1.0], 0.7, 0, True),
+        ([1.0, 1.2, 1.0], 1.9, 0, True),
         ([1.0, 1.2, 1.0], 0.1, 2e9, True),  # volume is up
         ([1.0, 1.2] + [1.1] * 9, 0.1, 0, True),  # narrow interval
         ([1.0, 2.0] * 6, 0.1, 0, False),

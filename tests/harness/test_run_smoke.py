@@ -50,6 +50,39 @@ def test_choose_prices_every_route_and_prints_thresholds(desk: Path) -> None:
     assert all(row["predicted_s"] > 0 for row in tp1["candidates"])
 
 
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (("--nic", "200mbit"), "a NIC per rank, 400 Mbit/s, here 2 x 2 ranks, a NIC per rank, 200 Mbit/s"),
+        (("--ranks-per-node", "3"), "profile 2 x 2 ranks, a NIC per rank, 400 Mbit/s, here 2 x 3 ranks"),
+        (("--fault", "kill:4"), "rank 4 of 4 ranks"),
+    ],
+)
+@pytest.mark.box
+def test_run_refuses_a_cluster_that_the_profile_was_not_made_on(
+    desk: Path, asked: tuple[str, ...], expected: str
+) -> None:
+    done = call(desk, *_RUN, "--move", "tp1", *asked, "--json", "refused.jsonl")
+    assert done.returncode == 2
+    assert expected in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (desk / "refused.jsonl").exists()
+
+
+def test_calibrate_joins_the_world_of_torchrun_and_rank_0_speaks(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "relaymeter", "calibrate"]
+    done = subprocess.run(
+        [*command, "--quick", "--budget", "1", "--executor", "send-recv", "--out", "joined.json"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("profile: joined.json") == 1
+    profile = load_json(tmp_path / "joined.json", "profile")
+    assert profile["topology"] == {"node": [0, 0], "nic": [0, 0]}
+    assert profile["fingerprint"]["cluster"] is None
+
+
 def test_one_flipped_bit_is_caught_with_tensor_and_range(desk: Path) -> None:
     done = call(desk, *_RUN, "--move", "tp1", "--repeats", "1", "--fault", "flip:2", "--json", "flipped.jsonl")
     assert done.returncode == 6, done.stdout + done.stderr

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from relayout.oracle import execute, storages, whole_tensors
-from relayout.strategies import moves
+from oracle import execute, storages, whole_tensors
+from strategies import moves
 
 from relaymeter.errors import InputError, LayoutError
 from relaymeter.relayout.bounds import lower_bound

@@ -71,7 +71,7 @@ class Curve:
     def plateau_rate(self) -> float:
         """Payload rate of large messages, in bytes per second: the median of the sizes from half the largest on.
 
-        Smaller ones may look faster than the link, where a rate limiter lets a burst through, or slower by their latency.
+        Smaller ones may look faster than the link, where a rate limiter lets a burst through, or slower: latency.
         """
         pairs = zip(self.bytes, self.seconds, strict=True)
         return float(np.median([b / s for b, s in pairs if 2 * b >= self.bytes[-1]]))

@@ -130,18 +130,18 @@ class Prober:
     def _steps(self, first: bool) -> list[tuple[str, Callable[[], None]]]:
         steps: list[tuple[str, Callable[[], None]]] = [("empty call", self._empty), ("time against size", self._curves)]
         if first:
-            # What links and NICs there are does not depend on the executor.
-            steps += [("pairs", self._pairs), ("shared NICs", self._sharing), ("single NICs", self._nics)]
+            steps.append(("shared NICs", self._sharing))
         steps += [
             ("both directions", self._two_way),
             ("nodes at once", self._nodes),
             ("inside nodes", self._inside),
             ("overlap of stages", self._overlap),
             ("uneven matrices", self._matrices),
-            ("fan-in and fan-out", self._fans),
-            ("many messages", self._messages),
         ]
-        return steps
+        if first:
+            # What links and NICs there are does not depend on the executor.
+            steps += [("single NICs", self._nics), ("pairs", self._pairs)]
+        return [*steps, ("fan-in and fan-out", self._fans), ("many messages", self._messages)]
 
     # One cell
 
@@ -187,14 +187,10 @@ class Prober:
         return int(np.clip(round(0.6 * self._set.call_s / max(expected_s, 1e-9)), 1, 8))
 
     def _flow_bytes(self, kind: str, seconds: float) -> tuple[int, float]:
-        """A power of two that a lone flow of ``kind`` moves in at most about ``seconds``, and its expected time."""
+        """The largest size of the curve of ``kind`` that takes at most ``seconds``, else the smallest; its time."""
         curve = {cell.size: cell.median_s for cell in self.found.of(f"{kind} curve", self._executor)}
         best = max((size for size, took in curve.items() if took <= seconds), default=min(curve))
-        took = curve[best]
-        while took * 2 <= seconds and best == max(curve) and best * 2 <= self._largest:
-            best, took = best * 2, took * 2
-            curve[best] = took
-        return best, took
+        return best, curve[best]
 
     @property
     def _largest(self) -> int:
@@ -243,9 +239,9 @@ class Prober:
                 continue
             size, expected = self._flow_bytes(kind, self._set.call_s / 3)
             for src, dst in choose(self.topology, self._set.pairs):
-                cell = self._cell(f"{kind} pair", [(src, dst, size)], expected)
-                if cell is not None:
-                    rates[src, dst] = size / cell.median_s
+                took = self._alone(kind, src, dst, size, expected)
+                if took is not None:
+                    rates[src, dst] = size / took
         if rates:
             self.found.warnings += [f"{self._executor}: {w}" for w in link_warnings(link_classes(rates, self.topology))]
 
@@ -282,15 +278,16 @@ class Prober:
         for x, y in tries:
             if x == y:
                 continue
-            alone = max(self._alone(one, x, size, expected), self._alone(two, y, size, expected))
-            back = max(self._alone(x, one, size, expected), self._alone(y, two, size, expected))
+            ahead = [self._alone(CROSS_NODE, r, q, size, expected) for r, q in ((one, x), (two, y))]
+            back = [self._alone(CROSS_NODE, r, q, size, expected) for r, q in ((x, one), (y, two))]
             out = self._together([(one, x, size), (two, y, size)], expected)
             into = self._together([(x, one, size), (y, two, size)], expected)
             control = self._together([(one, x, size), (y, two, size)], expected)
-            if not (out and into and control):
+            if out is None or into is None or control is None or None in ahead or None in back:
                 return hint
-            ratio = min(alone / out, back / into)
-            crossed = max(self._alone(one, x, size, expected), self._alone(y, two, size, expected)) / control
+            (ahead_one, ahead_two), (back_one, back_two) = ([t or 0.0 for t in pair] for pair in (ahead, back))
+            ratio = min(max(ahead_one, ahead_two) / out, max(back_one, back_two) / into)
+            crossed = max(ahead_one, back_two) / control
             verdict = classify_ratio(one, two, ratio, crossed)
             if best is None or verdict.ratio > best.ratio:
                 best = verdict
@@ -307,12 +304,13 @@ class Prober:
             return hint
         return best.shared
 
-    def _alone(self, src: int, dst: int, size: int, expected: float) -> float:
-        for cell in self.found.of("cross_node pair", self._executor):
+    def _alone(self, kind: str, src: int, dst: int, size: int, expected: float) -> float | None:
+        """Seconds of one flow, measured once."""
+        for cell in self.found.of(f"{kind} pair", self._executor):
             if cell.flows == ((src, dst, size),):
                 return cell.median_s
-        measured = self._cell("cross_node pair", [(src, dst, size)], expected)
-        return expected if measured is None else measured.median_s
+        measured = self._cell(f"{kind} pair", [(src, dst, size)], expected)
+        return None if measured is None else measured.median_s
 
     def _together(self, flows: list[Flow], expected: float) -> float | None:
         cell = self._cell("two flows", flows, expected)

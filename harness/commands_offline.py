@@ -130,7 +130,6 @@ def _candidate(name: str, schedule: Schedule, executor: str, profile: Profile | 
     price = None
     if profile is not None:
         price = price_loads(schedule.loads(executor), schedule.topology, profile, executor)
-    ranks = range(schedule.topology.world_size)
     return {
         "route": name,
         "predicted_s": None if price is None else price.total_s,
@@ -141,7 +140,7 @@ def _candidate(name: str, schedule: Schedule, executor: str, profile: Profile | 
         "bytes_in_node": schedule.bytes_in_node,
         "messages": schedule.messages(executor),
         "rounds": schedule.rounds,
-        "peak_predicted_bytes": max(schedule.peak_bytes(rank, executor) for rank in ranks),
+        "peak_predicted_bytes": int(schedule.peak_bytes(executor).max()),
     }
 
 

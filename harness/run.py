@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from relaymeter.policies.choose import choose
 
 from relaymeter.calibration.profiles import Profile
 from relaymeter.calibration.profiles import load as load_profile
@@ -32,6 +31,7 @@ from relaymeter.harness.scenario import source_ranks
 from relaymeter.harness.trainer import build_trainer, state_digest, train_steps
 from relaymeter.harness.verdict import row_verdict
 from relaymeter.harness.world import World
+from relaymeter.policies.choose import choose
 from relaymeter.policies.price import price_loads
 from relaymeter.records import MoveRecord, median_interval
 from relaymeter.relayout.bounds import Bound, lower_bound
@@ -276,7 +276,7 @@ class _Run:
             bound_s=bound.seconds,
             bound_by=bound.bound_by,
             peak_bytes=peak,
-            peak_predicted_bytes=max(schedule.peak_bytes(rank, self.executor) for rank in range(world.world_size)),
+            peak_predicted_bytes=int(schedule.peak_bytes(self.executor).max()),
             digest_version=DIGEST_VERSION,
             digest_passed=case.passed,
             digest_total=case.total,

@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from relaymeter.calibration.cells import Cell
 from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, ExecutorCosts, LinkCosts, PackCosts
 from relaymeter.calibration.patterns import Flow
 from relaymeter.calibration.profiles import Profile
@@ -90,29 +91,34 @@ class Pricer:
         self.executor = executor
         self.costs = profile.costs(executor) if costs is None else costs
         self._measured = topology == profile.topology
+        self._fitted = costs is None
 
     @cached_property
     def error(self) -> float:
         """Relative error of the prices: the median over the profile's uneven matrices, at least ``ERROR_FLOOR``."""
-        return max(ERROR_FLOOR, float(np.median(self.matrix_errors))) if len(self.matrix_errors) else 2 * ERROR_FLOOR
+        return max(ERROR_FLOOR, float(np.median(self.matrix_errors)))
 
     @cached_property
     def spread(self) -> float:
         """Relative half-width of a price's interval: nine tenths of the uneven matrices lie within it."""
-        return (
-            max(self.error, float(np.quantile(self.matrix_errors, 0.9))) if len(self.matrix_errors) else 2 * self.error
-        )
+        return max(self.error, float(np.quantile(self.matrix_errors, 0.9)))
 
     @cached_property
     def matrix_errors(self) -> FloatArray:
-        """Absolute relative errors of this model on the uneven matrices that calibration measured and never fitted."""
-        own = Pricer(self.profile, self.profile.topology, self.executor)
-        found = [
-            abs(float(own.terms(flow_loads(list(cell.flows))).communicate.max()) / cell.median_s - 1)
-            for cell in self.profile.cells
-            if cell.pattern == "uneven" and cell.executor == self.executor
-        ]
-        return np.asarray(found, dtype=np.float64)
+        """Absolute relative errors of this model on the uneven matrices that calibration measured and never fitted.
+
+        Where it had no time for them: on the fitted patterns of several flows, doubled.
+        """
+        mine = [cell for cell in self.profile.cells if cell.executor == self.executor]
+        uneven = [self._cell_error(cell) for cell in mine if cell.pattern == "uneven"]
+        if uneven:
+            return np.asarray(uneven, dtype=np.float64)
+        fitted = [2 * self._cell_error(cell) for cell in mine if len(cell.flows) > 1]
+        return np.asarray(fitted or [2 * ERROR_FLOOR], dtype=np.float64)
+
+    def _cell_error(self, cell: Cell) -> float:
+        own = self if self._measured and self._fitted else Pricer(self.profile, self.profile.topology, self.executor)
+        return abs(float(own.terms(flow_loads(list(cell.flows))).communicate.max()) / cell.median_s - 1)
 
     def price(self, loads: RoundLoads) -> Price:
         """Price ``loads``. Raises InputError where a link class was not measured."""

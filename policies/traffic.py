@@ -1,8 +1,8 @@
 """Traffic of one link class: the seconds that its loads take in every round on every rank. Pure NumPy, no torch import.
 
-``Traffic(link, kind, topology, measured, loads, rows).seconds`` is an array (rounds, world). Every resource (the pair
-with its duplex, the rank's port, the NIC, the node, the cluster) turns its bytes into the bytes of a lone flow that takes
-as long; the largest of them goes through the one time curve of the class.
+``Traffic(link, kind, topology, measured, loads, rows).seconds`` is an array (rounds, world). Every resource (the
+pair with its duplex, the rank's port, the NIC, the node, the cluster) turns its bytes into the bytes of a lone flow that
+takes as long; the largest of them goes through the one time curve of the class.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class Traffic:
         by_node = np.maximum(_grouped(out, node, topology.nodes), _grouped(into, node, topology.nodes))
         found = np.maximum(found, (by_node * link.node / width)[:, node])
         everywhere = out.sum(axis=1) * link.world / ports
-        return np.maximum(found, everywhere[:, None])
+        largest: FloatArray = np.maximum(found, everywhere[:, None])
+        return largest
 
 
 def _grouped(values: FloatArray, group: IntArray, groups: int) -> FloatArray:

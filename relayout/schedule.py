@@ -202,14 +202,17 @@ class Schedule:
         """Messages that all ranks together send under ``executor``."""
         return int(self.loads(executor).messages.sum())
 
-    def peak_bytes(self, rank: int, executor: str) -> int:
-        """Predicted bytes of send and receive buffers on ``rank`` in its fullest round, beyond the two layouts."""
-        loads = self.loads(executor)
-        per_round = np.zeros(self.rounds + 1, dtype=np.int64)
-        for mine, column in ((loads.src == rank, loads.pack_bytes), (loads.dst == rank, loads.unpack_bytes)):
-            mine = mine & (loads.src != loads.dst)
-            per_round += np.bincount(loads.round[mine], weights=column[mine], minlength=len(per_round)).astype(np.int64)
-        return int(per_round.max())
+    def peak_bytes(self, executor: str) -> IntArray:
+        """Predicted bytes of message buffers on each rank (world) in its fullest round, beyond the two layouts."""
+        loads, world = self.loads(executor), self.topology.world_size
+        held = np.zeros((self.rounds, world), dtype=np.int64)
+        away = loads.src != loads.dst
+        for rank, column in ((loads.src, loads.pack_bytes), (loads.dst, loads.unpack_bytes)):
+            key = (loads.round * world + rank)[away]
+            total = np.bincount(key, weights=column[away], minlength=held.size)
+            held += total.astype(np.int64).reshape(held.shape)
+        peak: IntArray = held.max(axis=0, initial=0)
+        return peak
 
 
 def _widen(rows: SegmentTable, width: int) -> SegmentTable:

@@ -21,7 +21,8 @@ from relaymeter.units import format_bytes, format_rate, format_seconds
 
 __all__ = ["Output", "candidate_table", "choice_lines", "price_table", "profile_tables", "run_headline", "run_tables"]
 
-_WIDE = 190
+#: Columns of a table that goes to a file or a pipe.
+_WIDE = 120
 _NONE = "-"
 _SCALES = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
 
@@ -56,10 +57,11 @@ class Output:
 
 def _table(title: str, columns: Sequence[tuple[str, str]], *, caption: str | None = None) -> Table:
     table = Table(
-        title=title, caption=caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", pad_edge=False
-    )
+        title=title, caption=caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left",
+        pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
     for name, justify in columns:
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=justify == "right")  # type: ignore[arg-type]
     return table
 
 
@@ -83,7 +85,7 @@ def price_table(move: Mapping[str, Any]) -> Table:
     """Route and prices of every block class of one move: what ``choose`` and ``plan`` print."""
     table = _table(
         f"{move['move']}: routes by block class",
-        [("weights", "left"), ("tensors", "right"), ("block elements", "right"), ("ranks per node", "right"),
+        [("weights", "left"), ("tensors", "right"), ("block\nelements", "right"), ("ranks\na node", "right"),
          ("bytes", "right"), ("route", "left"), ("direct", "right"), ("relay", "right"), ("spread", "right")],
         caption="prices: all blocks of the class moved alone; bytes: each block counted once",
     )  # fmt: skip
@@ -102,8 +104,8 @@ def candidate_table(move: Mapping[str, Any]) -> Table:
     title = f"{move['move']}: the whole move" + (f" (bound {_time(bound)}, {move['bound_by']})" if bound else "")
     table = _table(
         title,
-        [("route", "left"), ("predicted", "right"), ("/ bound", "right"), ("between nodes", "right"),
-         ("in node", "right"), ("messages", "right"), ("rounds", "right"), ("peak buffers", "right")],
+        [("route", "left"), ("predicted", "right"), ("/ bound", "right"), ("across\nnodes", "right"),
+         ("in node", "right"), ("messages", "right"), ("rounds", "right"), ("peak\nbuffers", "right")],
     )  # fmt: skip
     for row in move["candidates"]:
         predicted = row["predicted_s"]
@@ -204,8 +206,8 @@ def run_tables(rows: Sequence[MoveRecord]) -> list[Table]:
             f"{name}: {format_bytes(first.bytes_total)} into place, bound {_time(first.bound_s)} ({first.bound_by}), "
             f"buckets of {format_bytes(first.bucket_bytes)}",
             [("route", "left"), ("measured", "right"), ("/ bound", "right"), ("predicted", "right"), ("error", "right"),
-             ("between nodes", "right"), ("kernel counted", "right"), ("in node", "right"), ("messages", "right"),
-             ("digests", "right"), ("peak buffers", "right"), ("verdict", "left")],
+             ("across\nnodes", "right"), ("kernel\ncounted", "right"), ("digests\nequal", "right"),
+             ("peak\nbuffers", "right"), ("verdict", "left")],
         )  # fmt: skip
         for row in found:
             ratio = _NONE if row.measured_s is None or not row.bound_s else f"{row.measured_s / row.bound_s:.3f}"
@@ -214,8 +216,8 @@ def run_tables(rows: Sequence[MoveRecord]) -> list[Table]:
                 _time_with_interval(row.measured_s, row.measured_low_s, row.measured_high_s), ratio,
                 _time_with_interval(row.predicted_s, row.predicted_low_s, row.predicted_high_s),
                 _NONE if row.error is None else f"{row.error:+.1%}",
-                _size(row.bytes_cross_node), _size(row.wire_cross_node_bytes), _size(row.bytes_in_node),
-                f"{row.messages:,}", f"{row.digest_passed}/{row.digest_total}", _size(row.peak_bytes), row.verdict,
+                _size(row.bytes_cross_node), _size(row.wire_cross_node_bytes),
+                f"{row.digest_passed}/{row.digest_total}", _size(row.peak_bytes), row.verdict,
             )  # fmt: skip
         tables.append(table)
     return tables

@@ -113,9 +113,25 @@ class MovePlan:
         return np.concatenate([[0], np.cumsum([len(c.group) for c in self.classes])]).astype(np.int64)
 
     def label(self, index: int) -> str:
-        """Names of a class's tensors with layer numbers as ``*``: ``model.layers.*.mlp.up_proj.weight``."""
-        names = (self.tensors[int(t)].name for t in self.classes[index].tensors)
-        return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+        """Names of a class's tensors, layer numbers as ``*``: ``model.layers.*.mlp.{gate_proj, up_proj}.weight``."""
+        names = (re.sub(r"\.\d+(?=\.)", ".*", self.tensors[int(t)].name) for t in self.classes[index].tensors)
+        return ", ".join(_fold(list(dict.fromkeys(names))))
+
+
+def _fold(names: list[str]) -> list[str]:
+    """Names that differ in one dotted part only are written as one, with the differing parts in braces."""
+    folded: dict[tuple[int, tuple[str, ...], int], list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        homes = [(len(parts), (*parts[:at], *parts[at + 1 :]), at) for at in range(len(parts))]
+        home = next((h for h in homes if h in folded), None) or max(
+            homes, key=lambda h: sum(h[1] == (*p[: h[2]], *p[h[2] + 1 :]) for p in (n.split(".") for n in names))
+        )
+        folded.setdefault(home, []).append(parts[home[2]])
+    return [
+        ".".join([*rest[:at], found[0] if len(found) == 1 else "{" + ", ".join(found) + "}", *rest[at:]])
+        for (_, rest, at), found in folded.items()
+    ]
 
 
 def plan_move(source: Layout, destination: Layout, topology: Topology) -> MovePlan:

@@ -24,9 +24,9 @@ $(VENV)/.installed: $(VENV)/.made pyproject.toml requirements.lock
 
 demo: setup
 	@mkdir -p $(OUT)
-	$(RELAYMETER) calibrate --nodes 2 --ranks-per-node 2 --nic none --quick --out $(OUT)/unshaped.json --force
+	$(RELAYMETER) calibrate --nodes 2 --ranks-per-node 2 --nic none --quick --executor send-recv --out $(OUT)/unshaped.json --force
 	$(RELAYMETER) choose --profile $(OUT)/unshaped.json --scenario demo --json $(OUT)/choose-unshaped.json --force
-	$(RELAYMETER) calibrate --nodes 2 --ranks-per-node 2 --nic 400mbit --nic-per rank --out $(OUT)/profile.json --force
+	$(RELAYMETER) calibrate --nodes 2 --ranks-per-node 2 --nic 400mbit --nic-per rank --executor send-recv --out $(OUT)/profile.json --force
 	$(RELAYMETER) choose --profile $(OUT)/profile.json --scenario demo --json $(OUT)/choose.json --force
 	$(RELAYMETER) run --profile $(OUT)/profile.json --scenario demo \
 	  --json $(OUT)/run.jsonl --plot $(OUT)/run.png --force

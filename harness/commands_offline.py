@@ -121,6 +121,8 @@ def _document(move: PlannedMove, profile: Profile | None, executor: str) -> dict
         "thresholds": _thresholds(choice),
         "choice": None if choice is None else choice.name,
         "price_error": None if choice is None else choice.error,
+        "price_error_matrices": None if choice is None else choice.error_matrices,
+        "extrapolated": None if choice is None else choice.extrapolated,
         "fixed_constants_s": None if choice is None else choice.fixed.total_s,
         "regret_fixed_s": None if choice is None else choice.regret_fixed_s,
     }

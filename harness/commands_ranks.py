@@ -59,7 +59,7 @@ def calibrate(args: argparse.Namespace) -> int:
         cluster=cluster,
     )
     code, result = _work(job, cluster, hint, out)
-    if result is None:
+    if result is None or code != EXIT_OK:
         return code
     profile = from_json(result, "of this calibration")
     save_profile(profile, args.out, force=args.force)
@@ -118,7 +118,10 @@ def run(args: argparse.Namespace) -> int:
     if result is None:
         return code
     rows = [MoveRecord.from_dict(entry) for entry in result["rows"]]
-    verdict = judge(rows)
+    verdict = judge(rows, code)
+    if code != EXIT_OK:
+        done = len({row.move for row in rows})
+        out.say(f"stopped after {done} of {len(scenario.moves)} moves: the rows of what had finished follow")
     for line in verdict.lines:
         out.say(line)
     for text in mismatch:
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         out.say(f"plot: {args.plot}")
     if args.results is not None:
         out.say(f"results: {_keep(args.results, rows, profile, job.scenario)}")
-    if not verdict.lines:
+    if verdict.exit_code == EXIT_OK:
         checked = sum(row.digest_total for row in rows)
         out.say(f"every bit arrived: {checked} of {checked} digests equal over {len(rows)} rows")
     return verdict.exit_code
@@ -226,11 +229,13 @@ def _commit() -> str | None:
 def _work(
     job: Job, cluster: ClusterConfig | None, hint: WorldHint | None, out: emit.Output
 ) -> tuple[int, Mapping[str, Any] | None]:
-    """Do the job and return its exit code and result; the result is None where there is none to judge here."""
+    """Do the job and return its exit code and what rank 0 kept of the result (None: nothing, or on another rank)."""
     if cluster is None:
         from relaymeter.harness.worker import work
 
-        return work(job, out.say)
+        kept: list[Mapping[str, Any]] = []
+        code = work(job, out.say, kept.append, joined=True)
+        return code, kept[-1] if kept else None
     folder = Path(tempfile.mkdtemp(prefix="relaymeter-"))
     job_path, result_path = folder / "job.json", folder / "result.json"
     write_text(job_path, dump_json(job.model_dump(mode="json")))
@@ -244,12 +249,11 @@ def _work(
         log_dir=folder,
         env={"PATH": path, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")},
     )
-    found: Mapping[str, Any] | None = None
     code = result.exit_code
+    found = load_json(result_path, "result") if result_path.exists() else None
     if code == EXIT_OK:
-        if not result_path.exists():
+        if found is None:
             raise InputError(f"the ranks ended well but rank 0 left no result; logs in {folder}")
-        found = load_json(result_path, "result")
         shutil.rmtree(folder)
     return code, found
 

@@ -74,7 +74,12 @@ def _time_with_interval(seconds: float | None, low: float | None, high: float | 
     if seconds is None or low is None or high is None:
         return _time(seconds)
     scale, unit = next(((s, u) for limit, s, u in _SCALES if seconds >= limit), _SCALES[-1][1:])
-    return f"{seconds * scale:.3g} [{low * scale:.3g}, {high * scale:.3g}] {unit}"
+    value, *edges = (_digits(number * scale) for number in (seconds, low, high))
+    return f"{value} {unit}" if low == high else f"{value} [{', '.join(edges)}] {unit}"
+
+
+def _digits(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
 
 
 def _size(count: float | None) -> str:
@@ -107,11 +112,14 @@ def candidate_table(move: Mapping[str, Any]) -> Table:
         [("route", "left"), ("predicted", "right"), ("/ bound", "right"), ("across\nnodes", "right"),
          ("in node", "right"), ("messages", "right"), ("rounds", "right"), ("peak\nbuffers", "right")],
     )  # fmt: skip
+    if any(row["extrapolated"] for row in move["candidates"]):
+        table.caption = "~ extrapolated: beyond the measured sizes, or another topology than the measured one"
     for row in move["candidates"]:
         predicted = row["predicted_s"]
         table.add_row(
             row["route"] + (" *" if row["chosen"] else ""),
-            _time_with_interval(predicted, row["predicted_low_s"], row["predicted_high_s"]),
+            ("~ " if row["extrapolated"] else "")
+            + _time_with_interval(predicted, row["predicted_low_s"], row["predicted_high_s"]),
             _NONE if predicted is None or not bound else f"{predicted / bound:.2f}",
             _size(row["bytes_cross_node"]), _size(row["bytes_in_node"]), f"{row['messages']:,}", str(row["rounds"]),
             _size(row["peak_predicted_bytes"]),
@@ -123,7 +131,7 @@ def choice_lines(move: Mapping[str, Any]) -> list[str]:
     """The choice in words, ``min_relay`` and ``min_split`` by ranks per node, and the regret of today's constants."""
     if move["choice"] is None:
         return []
-    lines = [f"{move['move']}: chosen {move['choice']} (prices are good to {move['price_error']:.1%})"]
+    lines = [f"{move['move']}: chosen {move['choice']}; {_trust(move)}"]
     for name in ("min_relay", "min_split"):
         for fanout, found in move["thresholds"][name].items():
             value, low, high = found["elements"], found["low"], found["high"]
@@ -135,6 +143,16 @@ def choice_lines(move: Mapping[str, Any]) -> list[str]:
         f"today's constants (65,536 elements) would take {_time(fixed)}: {_signed(regret)} over the choice{share}"
     )
     return lines
+
+
+def _trust(move: Mapping[str, Any]) -> str:
+    """How far the prices may be off, and how that is known."""
+    matrices, error = move["price_error_matrices"], move["price_error"]
+    if not matrices:
+        text = f"{error:.1%} error assumed: the calibration measured no matrix that it did not fit"
+    else:
+        text = f"prices erred by {error:.1%} (median, 3% at least) on {matrices} matrices measured but not fitted"
+    return text + ("; beyond what was measured, so the error here is not known" if move["extrapolated"] else "")
 
 
 def _signed(seconds: float) -> str:

@@ -32,7 +32,7 @@ from relaymeter.harness.trainer import build_trainer, state_digest, train_steps
 from relaymeter.harness.verdict import row_verdict
 from relaymeter.harness.world import World
 from relaymeter.policies.choose import choose
-from relaymeter.policies.price import price_loads
+from relaymeter.policies.price import Price, price_loads
 from relaymeter.records import MoveRecord, median_interval
 from relaymeter.relayout.bounds import Bound, lower_bound
 from relaymeter.relayout.digest import DIGEST_VERSION, LayoutDigest, compare, digest_layout
@@ -117,6 +117,9 @@ class _Run:
         source = zero3_storage(self.engine) if self.engine is not None else {}
         target = ReplicaStorage(planned.destination, self.world.rank, self.world.device)
         cases = [self._case(planned, name, codes, source, target, fault) for name, codes in self._routes(planned)]
+        seconds = sum(self._price(planned, case).total_s for case in cases) * (self.job.repeats + 1)
+        repeats = f"{self.job.repeats} repeats and a warm-up"
+        self.say(f"{planned.name}: {len(cases)} routes, {repeats}: about {seconds:.0f} s of moves")
         for case in cases:
             case.mover.agree()
         with self.together("the digest of the source"):
@@ -230,7 +233,7 @@ class _Run:
         wire = table[:, :, 3].sum(axis=1)
         wire_bytes = None if np.isnan(wire).any() else int(np.median(wire))
         peak = None if np.isnan(table[:, :, 2]).all() else int(np.nanmax(table[:, :, 2]))
-        price = price_loads(schedule.loads(self.executor), planned.topology, self.profile, self.executor)
+        price = self._price(planned, case)
         bound = self._bound(planned)
         verdict = row_verdict(
             digest_passed=case.passed,
@@ -285,18 +288,26 @@ class _Run:
             ok=verdict == "ok",
         )
 
+    def _price(self, planned: PlannedMove, case: _Case) -> Price:
+        return price_loads(case.schedule.loads(self.executor), planned.topology, self.profile, self.executor)
+
     def _bound(self, planned: PlannedMove) -> Bound:
         rates = self.profile.nic_rates(planned.topology)
         return lower_bound(planned.plan, planned.topology, rates, self.profile.port_rate)
 
 
-def run_job(job: RunJob, world: World, say: Say) -> list[MoveRecord]:
-    """Do the whole job. Every rank calls it after joining; the rows are rank 0's, elsewhere the list is empty.
+def run_job(job: RunJob, world: World, say: Say) -> Iterator[list[MoveRecord]]:
+    """Do the whole job. Every rank exhausts it after joining; gives all rows so far after every move (rank 0's only).
 
     Raises InputError where the world is not the profile's, RankLost and MoveTimeout out of a move that failed.
     """
     profile = load_profile(Path(job.profile))
     topology = _topology(job, world, profile)
+    try:
+        plan_scenario(job.scenario, topology, job.bucket_bytes)  # refuses what does not fit before anything is trained
+    except InputError as error:
+        ranks_of = [len(topology.ranks_of(node)) for node in range(topology.nodes)]
+        raise InputError(f"{error} (this world: {topology.nodes} node(s) of {ranks_of} ranks)") from error
     source = job.scenario.source
     ranks = source_ranks(job.scenario, world.topology)
     say(f"training the source: ZeRO-3 over ranks {ranks[0]} to {ranks[-1]}, {source.steps} steps")
@@ -311,7 +322,7 @@ def run_job(job: RunJob, world: World, say: Say) -> list[MoveRecord]:
             if number:
                 run.train()
             rows += run.move(planned, job.fault if number == 0 else None)
-    return rows
+            yield rows
 
 
 def _topology(job: RunJob, world: World, profile: Profile) -> Topology:

@@ -14,6 +14,7 @@ from relaymeter.errors import (
     EXIT_GATE_MISSED,
     EXIT_NOTHING_MEASURED,
     EXIT_OK,
+    EXIT_RANK_LOST,
     EXIT_WRONG_BITS,
 )
 from relaymeter.records import MoveRecord
@@ -27,7 +28,7 @@ WIRE_TOLERANCE = 0.08
 WIRE_SLACK_BYTES = 262144
 
 #: From the worst down: the first that occurs is the exit code of the whole.
-_ORDER = (EXIT_WRONG_BITS, EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED)
+_ORDER = (EXIT_WRONG_BITS, EXIT_RANK_LOST, EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED)
 
 _CODES = {
     "ok": EXIT_OK,
@@ -63,13 +64,13 @@ def row_verdict(
     return "ok"
 
 
-def judge(rows: Sequence[MoveRecord]) -> Verdict:
-    """The verdict of a run's rows. No rows is nothing measured."""
+def judge(rows: Sequence[MoveRecord], ended: int = EXIT_OK) -> Verdict:
+    """The verdict of a run's rows and of how its ranks ended (an exit code). No rows is nothing measured."""
     if not rows:
         return Verdict(EXIT_NOTHING_MEASURED, ("nothing was measured",))
     codes = [_CODES.get(row.verdict, EXIT_CRASH) for row in rows]
     lines = [(_rank(code), _line(row)) for code, row in zip(codes, rows, strict=True) if code != EXIT_OK]
-    worst = min(codes, key=_rank)
+    worst = min([*codes, ended], key=_rank)
     return Verdict(worst, tuple(text for _, text in sorted(lines, key=lambda line: line[0])))
 
 

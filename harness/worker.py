@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relaymeter.errors import EXIT_CRASH, EXIT_OK, RankLost, RelaymeterError
+from relaymeter.errors import EXIT_CRASH, EXIT_OK, InputError, RankLost, RelaymeterError
 from relaymeter.harness.config import CalibrateJob, RunJob, check
 from relaymeter.harness.world import World, join
 from relaymeter.records import dump_json, load_json, write_text
@@ -23,35 +23,41 @@ __all__ = ["main", "work"]
 Job = CalibrateJob | RunJob
 
 
-def work(job: Job, say: Callable[[str], None]) -> tuple[int, dict[str, Any] | None]:
-    """Join the world and do ``job``. Every rank calls it; returns its exit code and, on rank 0, the result.
+def work(job: Job, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None], *, joined: bool = False) -> int:
+    """Join the world and do ``job``. Every rank calls it; returns its exit code.
 
-    ``say`` gets lines for people, on rank 0. Errors are printed to standard error and become the exit code.
+    ``say`` gets lines for people and ``keep`` the result so far (of a run: after every move), both on rank 0. Errors
+    are printed to standard error and become the exit code; in a ``joined`` world, where all ranks share a terminal,
+    rank 0 alone prints what every rank was refused for.
     """
     world: World | None = None
     lost: tuple[int, ...] = ()
     try:
         world = join(job.time_limit_s, nic_per=job.nic_per)
-        return EXIT_OK, _do(job, world, say)
+        _do(job, world, say, keep)
+        return EXIT_OK
     except RelaymeterError as error:
         lost = error.ranks if isinstance(error, RankLost) else ()
-        print(f"relaymeter: {error}", file=sys.stderr, flush=True)
-        return error.exit_code, None
+        if not (joined and isinstance(error, InputError) and world is not None and world.rank):
+            print(f"relaymeter: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     except Exception:
         traceback.print_exc()
-        return EXIT_CRASH, None
+        return EXIT_CRASH
     finally:
         if world is not None:
             world.close(lost)
 
 
-def _do(job: Job, world: World, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _do(job: Job, world: World, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> None:
     quiet = say if world.rank == 0 else _nothing
     if isinstance(job, RunJob):
         from relaymeter.harness.run import run_job
 
-        rows = run_job(job, world, quiet)
-        return {"rows": [row.to_dict() for row in rows]} if world.rank == 0 else None
+        for rows in run_job(job, world, quiet):
+            if world.rank == 0:
+                keep({"rows": [row.to_dict() for row in rows]})
+        return
     from relaymeter.calibration.calibrate import run_calibration
 
     def progress(fraction: float, text: str) -> None:
@@ -65,7 +71,8 @@ def _do(job: Job, world: World, say: Callable[[str], None]) -> dict[str, Any] | 
         cluster=None if job.cluster is None else job.cluster.model_dump(),
         progress=progress,
     )
-    return profile.to_dict() if world.rank == 0 else None
+    if world.rank == 0:
+        keep(profile.to_dict())
 
 
 def _nothing(_: str) -> None:
@@ -73,16 +80,17 @@ def _nothing(_: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the job, do it, and on rank 0 write the result. Returns the exit code."""
+    """Read the job, do it, and on rank 0 write the result, of a run after every move. Returns the exit code."""
     job_path, result_path = (Path(text) for text in (sys.argv[1:] if arguments is None else arguments))
     entry = load_json(job_path, "job")
     place = str(job_path)
     is_run = entry.get("kind") == "run"
     job: Job = check(RunJob, entry, place) if is_run else check(CalibrateJob, entry, place)
-    code, result = work(job, lambda text: print(text, flush=True))
-    if code == EXIT_OK and result is not None:
-        write_text(result_path, dump_json(result))
-    return code
+    return work(
+        job,
+        lambda text: print(text, flush=True),
+        lambda result: write_text(result_path, dump_json(result), force=True),
+    )
 
 
 if __name__ == "__main__":

@@ -77,6 +77,9 @@ class Choice:
     chosen: Price
     fixed: Price
     error: float
+    error_matrices: int
+    """Uneven matrices, never fitted, that ``error`` is the median over; 0: none were measured, ``error`` is a guess."""
+    extrapolated: bool
     min_relay: Mapping[int, Threshold]
     min_split: Mapping[int, Threshold]
     schedules: int
@@ -128,6 +131,8 @@ def choose(
         chosen=chosen,
         fixed=fixed,
         error=search.pricer.error,
+        error_matrices=len(search.pricer.matrix_errors),
+        extrapolated=chosen.extrapolated,
         min_relay=relay,
         min_split=split,
         schedules=search.built,
@@ -189,13 +194,14 @@ class _Search:
     def _each_alone(self) -> Codes:
         codes = self.groups.uniform(DIRECT)
         for index in self._choices:
-            prices = self.alone(index)
-            best = int(np.argmin(prices))
-            if prices[DIRECT] - prices[best] > self.pricer.error * prices[DIRECT]:
-                codes[self.groups.class_index == index] = best
+            codes[self.groups.class_index == index] = self._best_alone(index)
         return codes
 
     def _improve(self, codes: Codes, price: Price) -> tuple[Codes, Price]:
+        """Switch class by class, largest first: away from direct for a gain beyond the error of the class's price, back
+        to direct where that costs no more than it. Classes too small to tell take the route that is best alone."""
+        codes = self._small_alone(codes)
+        price = self.price(codes)
         limit = self.built + min(SEARCH_SCHEDULES, SEARCH_ROWS // max(self._rows, 1))
         for index in self._choices:
             mine = self.groups.class_index == index
@@ -206,9 +212,22 @@ class _Search:
                     return codes, price
                 trial = np.where(mine, np.int8(code), codes)
                 found = self.price(trial)
-                if price.total_s - found.total_s > margin:
+                if price.total_s - found.total_s > (-margin if code == DIRECT else margin):
                     codes, price = trial, found
         return codes, price
+
+    def _small_alone(self, codes: Codes) -> Codes:
+        codes = codes.copy()
+        small = [i for i, kind in enumerate(self.groups.classes) if kind.has_choice and i not in self._choices]
+        for index in small:
+            codes[self.groups.class_index == index] = self._best_alone(index)
+        return codes
+
+    def _best_alone(self, index: int) -> int:
+        """Route of a class that moves alone: direct unless another gains more than the error."""
+        prices = self.alone(index)
+        best = int(np.argmin(prices))
+        return best if prices[DIRECT] - prices[best] > self.pricer.error * prices[DIRECT] else DIRECT
 
     @cached_property
     def _choices(self) -> tuple[int, ...]:

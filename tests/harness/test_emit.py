@@ -52,7 +52,7 @@ def test_run_table_shows_every_route_with_bound_error_bytes_and_digests() -> Non
 
 def test_intervals_share_the_unit_of_their_middle() -> None:
     text = text_of(emit.run_tables([replace(ROW, measured_s=0.0172, measured_low_s=0.0113, measured_high_s=1.25)])[0])
-    assert "17.2 [11.3, 1.25e+03] ms" in text
+    assert "17.2 [11.3, 1250] ms" in text
 
 
 def test_output_sends_tables_to_stderr_when_json_has_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_output_refuses_an_existing_file_before_any_work_is_done(tmp_path: Path)
 def _move(**changes: Any) -> dict[str, Any]:
     never = {"elements": None, "low": 4096, "high": None}
     return {
-        "move": "tp1", "choice": "direct", "price_error": 0.03, "regret_fixed_s": 0.01, "fixed_constants_s": 0.11,
+        "move": "tp1", "choice": "direct", "price_error": 0.03, "price_error_matrices": 6, "extrapolated": False, "regret_fixed_s": 0.01, "fixed_constants_s": 0.11,
         "thresholds": {"min_relay": {"2": {"elements": 65536, "low": 30000, "high": 70000}}, "min_split": {"2": never}},
         **changes,
     }  # fmt: skip

@@ -32,7 +32,7 @@ from relaymeter.harness.launch import ClusterSpec, WorldHint, already_in_world, 
 from relaymeter.harness.moves import plan_scenario, select_moves
 from relaymeter.harness.plots import check_plot, plot_rows
 from relaymeter.harness.scenario import load_scenario
-from relaymeter.harness.verdict import judge
+from relaymeter.harness.verdict import judge, notes
 from relaymeter.records import MoveRecord, check_target, dump_json, dump_lines, load_json, write_text
 from relaymeter.relayout.topology import Topology
 
@@ -46,6 +46,7 @@ Job = CalibrateJob | RunJob
 def calibrate(args: argparse.Namespace) -> int:
     """Measure and write the profile. Returns the exit code."""
     check_target(args.out, force=args.force)
+    _check_targets(json=args.json, out=args.out)
     out = emit.Output(args.json, force=args.force)
     hint = already_in_world()
     cluster = None if hint else _shapeable(_asked(args, None), out)
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     out = emit.Output(args.json, force=args.force)
     if args.plot is not None:
         check_plot(args.plot, force=args.force)
+    _check_targets(json=args.json, plot=args.plot, results=args.results)
     hint = already_in_world()
     _check_world(args, hint)
     cluster = None
@@ -122,6 +124,10 @@ def run(args: argparse.Namespace) -> int:
     if code != EXIT_OK:
         done = len({row.move for row in rows})
         out.say(f"stopped after {done} of {len(scenario.moves)} moves: the rows of what had finished follow")
+    out.json(dump_lines(rows))
+    if args.plot is not None:
+        plot_rows(rows, args.plot, force=args.force)
+    kept = None if args.results is None else _keep(args.results, rows, profile, job.scenario)
     for line in verdict.lines:
         out.say(line)
     for text in mismatch:
@@ -129,16 +135,35 @@ def run(args: argparse.Namespace) -> int:
     out.say(emit.run_headline(rows))
     for table in emit.run_tables(rows):
         out.table(table)
-    out.json(dump_lines(rows))
+    for text in notes(rows):
+        out.say(f"note: {text}")
     if args.plot is not None:
-        plot_rows(rows, args.plot, force=args.force)
         out.say(f"plot: {args.plot}")
-    if args.results is not None:
-        out.say(f"results: {_keep(args.results, rows, profile, job.scenario)}")
+    if kept is not None:
+        out.say(f"results: {kept}")
     if verdict.exit_code == EXIT_OK:
         checked = sum(row.digest_total for row in rows)
         out.say(f"every bit arrived: {checked} of {checked} digests equal over {len(rows)} rows")
     return verdict.exit_code
+
+
+def _check_targets(**targets: Path | str | None) -> None:
+    """Refuse two outputs of one name, and results where no folder can be. Raises InputError before any work."""
+    seen: dict[Path, str] = {}
+    for name, target in targets.items():
+        if target is None or target == "-":
+            continue
+        path = Path(target).absolute()
+        if path in seen:
+            raise InputError(f"--{seen[path]} and --{name} both name {target}: give each its own file")
+        seen[path] = name
+    folder = targets.get("results")
+    if folder is not None:
+        home = Path(folder)
+        while not home.exists() and home != home.parent:
+            home = home.parent
+        if not home.is_dir() or not os.access(home, os.W_OK):
+            raise InputError(f"--results {folder}: {home} is no folder that can be written: choose another")
 
 
 def open_profile(path: Path, allow_mismatch: bool) -> tuple[Profile, tuple[str, ...]]:
@@ -250,11 +275,13 @@ def _work(
         env={"PATH": path, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")},
     )
     code = result.exit_code
+    if result.interrupted:
+        out.say("interrupted: all ranks have been ended")
     found = load_json(result_path, "result") if result_path.exists() else None
-    if code == EXIT_OK:
-        if found is None:
-            raise InputError(f"the ranks ended well but rank 0 left no result; logs in {folder}")
-        shutil.rmtree(folder)
+    if code == EXIT_OK and found is None:
+        raise InputError(f"the ranks ended well but rank 0 left no result; logs in {folder}")
+    if code == EXIT_OK or result.interrupted:
+        shutil.rmtree(folder, ignore_errors=True)
     return code, found
 
 

@@ -6,8 +6,10 @@ error when standard output carries the JSON. Called by the parent, or by rank 0 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,15 @@ _NONE = "-"
 _SCALES = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
 
 
+class _Console(Console):
+    """A reader that goes away (``| head``) silences the tables; the verdict and the files stay."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 class Output:
     """Where a command's tables and JSON go. Raises InputError at once where the JSON file could not be written."""
 
@@ -36,7 +47,10 @@ class Output:
         if json_target not in (None, "-"):
             check_target(Path(str(json_target)), force=force)
         stream = sys.stderr if json_target == "-" else sys.stdout
-        self.console = Console(file=stream, width=None if stream.isatty() else _WIDE, highlight=False, soft_wrap=False)
+        seen = stream is not None and stream.isatty()
+        self.console = _Console(
+            file=stream, quiet=stream is None, width=None if seen else _WIDE, highlight=False, soft_wrap=False
+        )
 
     def say(self, text: str = "") -> None:
         """A line for people."""
@@ -50,7 +64,9 @@ class Output:
         """The JSON of the command (a document, or ready-made lines), if it was asked for."""
         content = text if isinstance(text, str) else dump_json(text)
         if self._target == "-":
-            sys.stdout.write(content)
+            with suppress(BrokenPipeError, AttributeError):
+                sys.stdout.write(content)
+                sys.stdout.flush()
         elif self._target is not None:
             write_text(Path(self._target), content, force=self._force)
 

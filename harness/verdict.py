@@ -20,12 +20,15 @@ from relaymeter.errors import (
 from relaymeter.records import MoveRecord
 from relaymeter.units import format_bytes
 
-__all__ = ["WIRE_SLACK_BYTES", "WIRE_TOLERANCE", "Verdict", "judge", "row_verdict"]
+__all__ = ["BOUND_TOLERANCE", "WIRE_SLACK_BYTES", "WIRE_TOLERANCE", "Verdict", "judge", "notes", "row_verdict"]
 
 #: Kernel-counted bytes may differ from the planned ones by this share (headers, acknowledgements) ...
 WIRE_TOLERANCE = 0.08
 #: ... and by this many bytes of barriers and heartbeats, which small moves would notice.
 WIRE_SLACK_BYTES = 262144
+
+#: A time below this share of the lower bound says that the calibrated rates are too low.
+BOUND_TOLERANCE = 0.97
 
 #: From the worst down: the first that occurs is the exit code of the whole.
 _ORDER = (EXIT_WRONG_BITS, EXIT_RANK_LOST, EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED)
@@ -72,6 +75,16 @@ def judge(rows: Sequence[MoveRecord], ended: int = EXIT_OK) -> Verdict:
     lines = [(_rank(code), _line(row)) for code, row in zip(codes, rows, strict=True) if code != EXIT_OK]
     worst = min([*codes, ended], key=_rank)
     return Verdict(worst, tuple(text for _, text in sorted(lines, key=lambda line: line[0])))
+
+
+def notes(rows: Sequence[MoveRecord]) -> tuple[str, ...]:
+    """What a reader should know of rows that are no fault: times under a bound that is only as good as its rates."""
+    return tuple(
+        f"{row.move} by {row.route} took less than its lower bound ({row.measured_s / row.bound_s:.3f} of it): the "
+        "profile's rates are too low for this machine now; calibrate again"
+        for row in rows
+        if row.measured_s is not None and row.bound_s and row.measured_s < BOUND_TOLERANCE * row.bound_s
+    )
 
 
 def _rank(code: int) -> int:

@@ -130,7 +130,8 @@ class World:
         if dist.is_initialized() and not (lost and self.backend == "nccl"):  # NCCL waits for its dead peers
             with suppress(RuntimeError):
                 dist.destroy_process_group()
-        _leave(self.store, "relaymeter/left", self.world_size - len(set(lost)), self._hosts_store)
+        if 0 not in lost or self._hosts_store:  # a store whose host is frozen never answers
+            _leave(self.store, "relaymeter/left", self.world_size - len(set(lost)), self._hosts_store)
 
 
 def interfaces() -> tuple[Interface, ...]:

@@ -144,8 +144,12 @@ class Mover:
         return self._buffer.numel()
 
     def poison(self) -> None:
-        """Fill this rank's destination storages with the poison pattern, before a move under test. Local."""
+        """Fill this rank's destination storages and message buffers with the poison pattern, before a move under test.
+
+        The buffers too: a message that never came must not be unpacked from what the move before left there. Local.
+        """
         poison(self._destination)
+        self._buffer.fill_(POISON_BYTE)
 
     def agree(self) -> None:
         """Raise PlanDisagreement on every rank unless all are about to run the same move. Collective, needed once."""

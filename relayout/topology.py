@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 
 from relaymeter.errors import InputError
 
-__all__ = ["Topology", "parse_grid"]
+__all__ = ["MAX_RANKS", "Topology", "parse_grid"]
+
+#: The largest world that a topology given as text may have.
+MAX_RANKS = 65536
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Topology:
 def parse_grid(text: str) -> tuple[int, int]:
     """Nodes and ranks per node of ``"16x8"``. Raises InputError."""
     left, cross, right = text.lower().partition("x")
-    if not cross or not left.isdigit() or not right.isdigit() or int(left) < 1 or int(right) < 1:
+    if not cross or not (left + right).isascii() or not left.isdigit() or not right.isdigit():
         raise InputError(f"topology {text!r} is not NODESxRANKS_PER_NODE: for example 2x4 or 16x8")
+    if len(left) > 9 or len(right) > 9 or not 1 <= int(left) * int(right) <= MAX_RANKS:
+        raise InputError(f"topology {text!r}: nodes x ranks per node must be 1 to {MAX_RANKS:,} ranks")
     return int(left), int(right)

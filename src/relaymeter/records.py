@@ -178,6 +178,8 @@ def load_json(path: Path, what: str) -> Any:
         raise InputError(
             f"{what} {path} is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
         ) from error
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{what} {path} is not usable JSON: {error}") from error
 
 
 def read_records(path: Path) -> list[MoveRecord]:
@@ -196,36 +198,61 @@ def read_records(path: Path) -> list[MoveRecord]:
 
 
 def check_target(path: Path, *, force: bool = False) -> None:
-    """Refuse early what ``write_text`` would refuse after the work is done. Raises InputError; writes nothing."""
-    if path.is_dir():
-        raise InputError(f"{path} is a folder: name a file in it")
-    if path.exists() and not force:
-        raise InputError(f"{path} exists: choose another name, or add --force to replace it")
-    if not path.parent.is_dir():
-        raise InputError(f"folder {path.parent} does not exist: make it first (mkdir -p {path.parent})")
+    """Refuse early what ``write_text`` would refuse after the work is done: what exists, what is no regular file, what
+    cannot be written. Raises InputError; leaves nothing behind."""
+    try:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder: name a file in it")
+        if (path.exists() or path.is_symlink()) and (path.is_symlink() or not path.is_file()):
+            raise InputError(f"{path} is no regular file: choose another name")
+        if path.exists() and not force:
+            raise InputError(f"{path} exists: choose another name, or add --force to replace it")
+        if not path.parent.is_dir():
+            raise InputError(f"folder {path.parent} does not exist: make it first (mkdir -p {path.parent})")
+        handle, name = _beside(path)
+        os.close(handle)
+        os.unlink(name)
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
 
 
 def write_text(path: Path, text: str, *, force: bool = False) -> None:
-    """Write ``path`` whole: to a new file beside it, then into place. Raises InputError where it exists (no force)."""
+    """Write ``path`` whole: to a new file beside it, then into place.
+
+    Raises InputError where it exists (no ``force``) or cannot be written; nothing half-written is left.
+    """
     check_target(path, force=force)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        if force:
-            os.replace(name, path)
-            return
+        handle, name = _beside(path)
         try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(name, 0o666 & ~_umask())
+            if force:
+                os.replace(name, path)
+                return
             os.link(name, path)
-        except FileExistsError as error:
-            raise InputError(f"{path} exists: choose another name, or add --force to replace it") from error
-        os.unlink(name)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+            os.unlink(name)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except FileExistsError as error:
+        raise InputError(f"{path} exists: choose another name, or add --force to replace it") from error
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _beside(path: Path) -> tuple[int, str]:
+    """A new file in the folder of ``path``, refused where ``path`` itself has a name that is too long."""
+    path.exists()
+    return tempfile.mkstemp(dir=path.parent, prefix=".relaymeter-")
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> InputError:
+    text = getattr(error, "strerror", None) or str(error)
+    return InputError(f"cannot write {str(path)[:200]}: {text}: choose another place")
 
 
 def _umask() -> int:

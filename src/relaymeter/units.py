@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from relaymeter.errors import InputError
 
@@ -19,9 +20,9 @@ _BYTES = {
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def _split(text: str, units: dict[str, float] | dict[str, int], what: str) -> tuple[float, float]:
+def _split(text: str, units: Mapping[str, float], what: str) -> tuple[float, float]:
     match = _NUMBER.fullmatch(text)
-    unit = match.group(2).lower() if match else None
+    unit = match.group(2).lower() if match else ""
     if match is None or unit not in units or float(match.group(1)) <= 0:
         names = ", ".join(name for name in units if name)
         raise InputError(f"{text!r} is not a {what}: give a positive number with one of these units: {names}")
@@ -37,6 +38,8 @@ def parse_rate(text: str) -> float:
 def parse_bytes(text: str) -> int:
     """Bytes of a size such as ``"64MiB"`` or ``"65536"``. Raises InputError."""
     number, factor = _split(text, _BYTES, "size in bytes")
+    if number * factor < 1 or number * factor >= 2**63:
+        raise InputError(f"{text!r} is not a size in bytes: give 1 byte to 2^63")
     return int(number * factor)
 
 

@@ -285,12 +285,21 @@ def flip(seat: Seat, executor: str) -> dict[str, Any]:
     return {"bad": [bad.passed, bad.total, *map(str, bad.mismatches)], "good": [good.passed, good.total, good.ok]}
 
 
-def nothing_moves(seat: Seat) -> list[Any]:
-    """The transport is replaced by one that does nothing."""
-    real = execute.exchange_messages
-    execute.exchange_messages = lambda *_, **__: None
+def nothing_moves(seat: Seat, executor: str, warm: bool) -> list[Any]:
+    """The transport is replaced by one that does nothing, at once or (``warm``) after a first move that was right."""
+    source_layout, target_layout, schedule = _layouts()
+    source, target = _held(source_layout, seat.rank, 1), _held(target_layout, seat.rank, 50)
+    mover = Mover(schedule, seat.rank, source, target, executor, time_limit_s=20)
+    if warm:
+        mover.run()
+    real = execute.exchange_messages, execute.exchange_flat
+    execute.exchange_messages = execute.exchange_flat = lambda *_, **__: None
     try:
-        report, _ = _check(seat, None, "send-recv")
+        mover.poison()
+        mover.run()
     finally:
-        execute.exchange_messages = real
+        execute.exchange_messages, execute.exchange_flat = real
+    report = compare(
+        digest_layout(source_layout, seat.rank, source), digest_layout(target_layout, seat.rank, target, replicas=True)
+    )
     return [report.passed, report.total, *map(str, report.mismatches)]

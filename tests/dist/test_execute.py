@@ -87,8 +87,10 @@ def test_a_bit_flipped_in_transit_is_caught_and_named(ranks: Ranks, executor: st
         assert value["good"] == [4, 4, True]
 
 
-def test_a_transport_that_moves_nothing_fails(ranks: Ranks) -> None:
-    for passed, total, *texts in ranks(4).call("jobs_execute:nothing_moves"):
+@pytest.mark.parametrize("executor", ["send-recv", "all-to-all"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_transport_that_moves_nothing_fails(ranks: Ranks, executor: str, warm: bool) -> None:
+    for passed, total, *texts in ranks(4).call("jobs_execute:nothing_moves", executor=executor, warm=warm):
         assert (passed, total) == (0, 4)
         up = "ranks {}), elements [0, 70000): holds the poison pattern: never written"
         assert texts[0].endswith(up.format(2))

@@ -77,7 +77,8 @@ def test_output_refuses_an_existing_file_before_any_work_is_done(tmp_path: Path)
 def _move(**changes: Any) -> dict[str, Any]:
     never = {"elements": None, "low": 4096, "high": None}
     return {
-        "move": "tp1", "choice": "direct", "price_error": 0.03, "price_error_matrices": 6, "extrapolated": False, "regret_fixed_s": 0.01, "fixed_constants_s": 0.11,
+        "move": "tp1", "choice": "direct", "price_error": 0.03, "price_error_matrices": 6,
+        "extrapolated": False, "regret_fixed_s": 0.01, "fixed_constants_s": 0.11,
         "thresholds": {"min_relay": {"2": {"elements": 65536, "low": 30000, "high": 70000}}, "min_split": {"2": never}},
         **changes,
     }  # fmt: skip

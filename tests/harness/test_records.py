@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,28 @@ def test_a_target_without_a_folder_is_refused_before_anything_is_written(tmp_pat
         check_target(tmp_path / "no" / "out.json")
     with pytest.raises(InputError, match="folder"):
         check_target(tmp_path)
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(pipe)
+    for path in (link, pipe, Path(os.devnull)):
+        with pytest.raises(InputError, match="no regular file"):
+            write_text(path, "text", force=True)
+
+
+def test_a_name_that_no_file_can_have_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot write"):
+        check_target(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_json_beyond_the_limits_of_the_parser_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"profile .*deep\.json is not usable JSON"):
+        load_json(path, "profile")
 
 
 def test_malformed_json_names_file_line_and_column(tmp_path: Path) -> None:

@@ -93,6 +93,20 @@ def test_one_flipped_bit_is_caught_with_tensor_and_range(desk: Path) -> None:
     assert len(bad) == 1 and bad[0].mismatch is not None
 
 
+def test_wrong_bits_are_told_also_when_nobody_reads_the_table(desk: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "relaymeter", *_RUN, "--move", "tp1", "--repeats", "1"]
+    done = subprocess.run(
+        [*command, "--fault", "flip:2", "--json", "unread.jsonl"],
+        cwd=desk, env={**os.environ, "TMPDIR": str(desk / "logs")}, stdout=write, stderr=subprocess.PIPE,
+        text=True, timeout=200, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == 6, done.stderr
+    assert [row.verdict for row in read_records(desk / "unread.jsonl")].count("wrong bits") == 1
+
+
 def test_the_next_run_moves_by_every_route_and_every_bit_arrives(desk: Path) -> None:
     done = call(desk, *_RUN, "--repeats", "2", "--json", "rows.jsonl", "--plot", "run.png", "--results", "kept")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -135,3 +149,21 @@ def test_a_rank_that_dies_or_freezes_is_named_and_the_trainer_trains_on(desk: Pa
         assert f"[rank {rank}] source engine: state bit-equal to before the move" in done.stderr
         assert f"[rank {rank}] source engine: trained one more step" in done.stderr
     assert not (desk / f"{fault}.jsonl").exists()
+
+
+def test_a_frozen_rank_that_hosts_the_store_holds_nobody_back(desk: Path) -> None:
+    arguments = ("--move", "tp1", "--repeats", "1", "--fault", "stop:0", "--move-limit", "10")
+    done = call(desk, *_RUN, *arguments, limit_s=120)
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert done.stderr.count("relaymeter: rank 0 no longer answers") >= 2
+    assert "source engine: state bit-equal to before the move" in done.stderr
+
+
+def test_two_outputs_of_one_name_and_results_in_a_file_are_refused_before_any_rank_starts(desk: Path) -> None:
+    for arguments, message in (
+        (("--json", "same.png", "--plot", "same.png"), "--json and --plot both name same.png"),
+        (("--results", "profile.json"), "profile.json is no folder that can be written"),
+    ):
+        done = call(desk, *_RUN, *arguments)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert message in done.stderr

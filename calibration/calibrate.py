@@ -23,8 +23,9 @@ from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, ExecutorCosts
 from relaymeter.calibration.fingerprint import machine_facts, world_facts
 from relaymeter.calibration.fit import curve_points, fit_costs, held_out, replicates
 from relaymeter.calibration.measure import RankExchange, RankPacking, World
-from relaymeter.calibration.probes import Findings, Prober, Settings
+from relaymeter.calibration.probes import Prober
 from relaymeter.calibration.profiles import ExecutorProfile, Gate, Profile, from_json
+from relaymeter.calibration.recorder import Findings, Settings
 from relaymeter.errors import InputError, NothingMeasured, PlanDisagreement, RelaymeterError
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.transport import EXECUTORS, default_executor
@@ -59,7 +60,9 @@ def run_calibration(
         settings = replace(settings, budget_s=budget_s)
     exchange = RankExchange(world, time_limit_s=time_limit_s)
     connect = {executor: exchange.connect(executor) for executor in chosen}
-    instruments = Instruments(exchange.measure, RankPacking(world).measure, _largest_message(world))
+    instruments = Instruments(
+        exchange.measure, RankPacking(world, time_limit_s=time_limit_s).measure, _largest_message(world)
+    )
     findings = Prober(instruments, world.topology, settings, progress).run(chosen)
     facts = _machines(world)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
@@ -193,11 +196,11 @@ def _largest_message(world: World) -> int:
     free = psutil.virtual_memory().available / max(here, world.world_size if world.backend == "gloo" else here)
     if world.device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info(world.device)[0])
-    least = torch.tensor([int(free / 8)], dtype=torch.int64, device=_wire_device(world))
+    least = torch.tensor([int(free / 12)], dtype=torch.int64, device=_wire_device(world))
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     if int(least) < 1 << 20:
         raise InputError(
-            f"only {8 * int(least)} bytes of memory are free per rank: calibration needs 8 MiB; free memory or start "
+            f"only {12 * int(least)} bytes of memory are free per rank: calibration needs 12 MiB; free memory or start "
             "fewer ranks"
         )
     return int(least)

@@ -96,7 +96,7 @@ def fit_costs(
     """All costs of ``executor``. Raises NothingMeasured where no curve has two sizes."""
     mine = [cell for cell in cells if cell.executor == executor]
     empty = {cell.calls: cell.median_s for cell in mine if cell.pattern == "empty"}
-    links = {kind: _fit_link(mine, kind, topology, executor) for kind in (IN_NODE, CROSS_NODE)}
+    links = {kind: _fit_link(cells, kind, topology, executor) for kind in (IN_NODE, CROSS_NODE)}
     if not any(links.values()):
         raise NothingMeasured(f"no link was measured with {executor}")
     return ExecutorCosts(
@@ -115,27 +115,27 @@ def replicates(
 ) -> tuple[ExecutorCosts, ...]:
     """``count`` bootstrap fits: the samples of every cell drawn anew with replacement."""
     rng = np.random.default_rng(seed)
-    mine = [cell for cell in cells if cell.executor == executor]
     return tuple(
-        fit_costs([c.resampled(rng) for c in mine], [p.resampled(rng) for p in pack_cells], topology, executor)
+        fit_costs([c.resampled(rng) for c in cells], [p.resampled(rng) for p in pack_cells], topology, executor)
         for _ in range(count)
     )
 
 
-def _fit_link(cells: Sequence[Cell], kind: str, topology: Topology, executor: str) -> LinkCosts | None:
+def _fit_link(measured: Sequence[Cell], kind: str, topology: Topology, executor: str) -> LinkCosts | None:
     """Curve, capacities, and then the penalties: what a pattern takes beyond all capacities is the pattern's own cost.
 
     A capacity is the best throughput that any pattern reached at that level (port, node, cluster), so it never charges
     twice; latencies cancel because every time is turned into the bytes of a lone flow.
     """
-    sizes, seconds = curve_points(cells, kind, executor)
+    sizes, seconds = curve_points(measured, kind, executor)
     if not sizes:
         return None
     loads = _Loads(fit_curve(sizes, seconds), kind, topology)
+    cells = [cell for cell in measured if cell.executor == executor]
     mine = [cell for cell in cells if cell.pattern in _CAPACITY_PATTERNS[kind] and cell.flows]
     fans = [loads.effective(c) / loads.total(c) for c in mine if c.pattern in (f"{kind} fan-in", f"{kind} fan-out")]
     many = min([1.0, *(found for found in fans if found < 1 - _NOISE)])
-    ports_out, ports_in = loads.ports(mine, many)
+    ports_out, ports_in = _nics(measured, topology, many) if kind == CROSS_NODE else ({}, {})
     every = [*ports_out.values(), *ports_in.values()]
     link = LinkCosts(
         curve=loads.curve,
@@ -143,9 +143,9 @@ def _fit_link(cells: Sequence[Cell], kind: str, topology: Topology, executor: st
         turn=0.0,
         fan_out=many,
         fan_in=many,
-        port=float(np.median(every)) if every and kind == CROSS_NODE else many,
-        ports_out=ports_out if kind == CROSS_NODE else {},
-        ports_in=ports_in if kind == CROSS_NODE else {},
+        port=float(np.median(every)) if every else many,
+        ports_out=ports_out,
+        ports_in=ports_in,
         node=loads.node(mine),
         world=loads.world(mine),
         message_s=_message_s(cells, kind),
@@ -159,8 +159,10 @@ def _fit_link(cells: Sequence[Cell], kind: str, topology: Topology, executor: st
     two_way = [min(found / cell.size - 1, 1.5) for found, cell in penalty(f"{kind} two-way")]
     # A pair that is full duplex proves that its ports are.
     turn = [min(found / cell.size - 1, *two_way, 1.5) for found, cell in penalty("turn") if two_way]
-    fan_in = [found / loads.total(cell) for found, cell in penalty(f"{kind} fan-in")]
-    fan_out = [found / loads.total(cell) for found, cell in penalty(f"{kind} fan-out")]
+    # So do ranks that send to, and receive from, all of another node at once.
+    proof = [loads.effective(cell) / loads.largest(cell) for cell in mine if cell.pattern == "dense"]
+    fan_in = [min(found / loads.total(cell), *proof, 2.0) for found, cell in penalty(f"{kind} fan-in")]
+    fan_out = [min(found / loads.total(cell), *proof, 2.0) for found, cell in penalty(f"{kind} fan-out")]
     return replace(
         link,
         two_way=max(two_way, default=0.0),
@@ -168,6 +170,24 @@ def _fit_link(cells: Sequence[Cell], kind: str, topology: Topology, executor: st
         fan_in=max([link.fan_in, *fan_in]),
         fan_out=max([link.fan_out, *fan_out]),
     )
+
+
+def _nics(cells: Sequence[Cell], topology: Topology, many: float) -> tuple[dict[int, float], dict[int, float]]:
+    """Factors of the NICs, sending and receiving, from the executor that probed them: a NIC is one whoever uses it.
+
+    NICs within noise of the usual one are taken to be like it.
+    """
+    executor = next((cell.executor for cell in cells if cell.pattern == "nic"), None)
+    if executor is None:
+        return {}, {}
+    loads = _Loads(fit_curve(*curve_points(cells, CROSS_NODE, executor)), CROSS_NODE, topology)
+    wanted = _CAPACITY_PATTERNS[CROSS_NODE]
+    found = loads.ports([c for c in cells if c.executor == executor and c.pattern in wanted and c.flows], many)
+    usual = _settled(float(np.median([factor for side in found for factor in side.values()])))
+    sent, received = (
+        {nic: usual if abs(factor / usual - 1) <= _NOISE else factor for nic, factor in side.items()} for side in found
+    )
+    return sent, received
 
 
 #: Cells that tell what ports, nodes and the cluster carry.
@@ -201,6 +221,11 @@ class _Loads:
     def total(self, cell: Cell) -> float:
         return float(sum(flow[2] for flow in cell.flows))
 
+    def largest(self, cell: Cell) -> float:
+        """Most bytes of any rank in one direction."""
+        ranks = range(len(self._node))
+        return max(max(self._by(cell, ranks, side).values()) for side in (0, 1))
+
     def _by(self, cell: Cell, place: Sequence[int], side: int) -> dict[int, float]:
         found: dict[int, float] = {}
         for flow in cell.flows:
@@ -229,21 +254,27 @@ class _Loads:
 
     def node(self, cells: Sequence[Cell]) -> float:
         """Smallest factor of the mean bytes per port of a node, one direction, over cells that use all its ports."""
-        found = [1.0 * self._width[node] for node in self._width]
+        found = []
         for cell in cells:
             used = [{self._port[flow[side]] for flow in cell.flows} for side in (0, 1)]
             for side in (0, 1):
                 for node, load in self._by(cell, self._node, side).items():
                     if len({p for p in used[side] if self._home(p) == node}) == self._width[node]:
                         found.append(self.effective(cell) / load * self._width[node])
-        return _settled(min(found))
+        return _settled(min(found, default=1.0))
 
     def _home(self, port: int) -> int:
         return self._node[self._port.index(port)]
 
     def world(self, cells: Sequence[Cell]) -> float:
-        """Smallest factor of the mean bytes per port of the whole cluster."""
-        found = [self.effective(cell) / self.total(cell) * self._ports for cell in cells]
+        """Smallest factor of the mean bytes per port of the whole cluster, over cells that use all ports of two nodes
+        (of the only node) at once, both ways; that more nodes together are as fast is an assumption."""
+        found = []
+        for cell in cells:
+            sending, receiving = ({self._port[flow[side]] for flow in cell.flows} for side in (0, 1))
+            full = [n for n in self._width if sum(self._home(p) == n for p in sending & receiving) == self._width[n]]
+            if len(full) >= min(2, len(self._width)):
+                found.append(self.effective(cell) / self.total(cell) * len(sending))
         return _settled(min(found, default=1.0))
 
     def explained(self, cell: Cell, link: LinkCosts) -> float:

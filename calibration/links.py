@@ -13,13 +13,23 @@ import numpy as np
 
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["LinkClass", "Sharing", "classify_ratio", "join", "link_classes", "link_warnings", "with_nics"]
+__all__ = [
+    "CLASS_RATIO",
+    "LinkClass",
+    "Sharing",
+    "alike",
+    "classify_ratio",
+    "join",
+    "link_classes",
+    "link_warnings",
+    "with_nics",
+]
 
 #: Links whose rates differ by more than this ratio are of different classes.
 CLASS_RATIO = 1.3
 
 #: Two flows together at at most this share of their speed alone use one NIC; from ``SEPARATE`` on they use two.
-SHARED = 0.65
+SHARED = 0.6
 SEPARATE = 0.8
 
 
@@ -108,6 +118,19 @@ def join(ranks: Sequence[int], test: Callable[[int, int], bool]) -> list[list[in
         else:
             groups.append([rank])
     return groups
+
+
+def alike(topology: Topology, groups: Mapping[int, Sequence[Sequence[int]]]) -> bool:
+    """Whether nodes that the topology says are built alike (as many ranks, on NICs in the same pattern) were also found
+    to be: ``groups[node]`` are the ranks of each NIC of the node."""
+    seen: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for node, found in groups.items():
+        ranks = topology.ranks_of(node)
+        ports = topology.nics_of(node)
+        declared = tuple(ports.index(topology.nic[rank]) for rank in ranks)
+        place = {rank: number for number, group in enumerate(found) for rank in group}
+        seen.setdefault(declared, set()).add(tuple(place[rank] for rank in ranks))
+    return all(len(kinds) == 1 for kinds in seen.values())
 
 
 def with_nics(topology: Topology, groups: Mapping[int, Sequence[Sequence[int]]]) -> Topology:

@@ -7,7 +7,7 @@ on all of them; ``RankPacking(world).measure(direction, run_bytes, segments)`` d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from relaymeter.calibration.cells import Samples, Sampling, Wrong
 from relaymeter.errors import InputError
 from relaymeter.relayout.packing import Copies
 from relaymeter.relayout.topology import Topology
-from relaymeter.relayout.transport import EXECUTORS, exchange_flat, exchange_messages
+from relaymeter.relayout.transport import EXECUTORS, exchange_flat, exchange_messages, wait_for
 
 __all__ = ["RankExchange", "RankPacking", "World"]
 
@@ -31,6 +31,9 @@ _MIX = 2654435761
 _SLOTS = 1 << 14
 #: The pattern is one hashed block, repeated with its number added to every byte.
 _BLOCK = 1 << 20
+#: Successive calls go through about this much memory on each side before they come back to the same place.
+_RING_BYTES = 64 << 20
+_TURNS = 32
 
 
 class World(Protocol):
@@ -51,10 +54,21 @@ class World(Protocol):
 class _Clock:
     """Barrier, local duration, maximum over ranks."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, time_limit_s: float) -> None:
         self._device = world.device if world.backend == "nccl" else torch.device("cpu")
         self._sync = world.device.type == "cuda"
         self._world = world
+        self._limit_s = time_limit_s
+
+    def meet(self, work: dist.Work | None) -> None:
+        """Wait for a collective, at most the time limit: a rank that hangs ends the calibration on all others."""
+        wait_for([] if work is None else [work], deadline=time.monotonic() + self._limit_s)
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks of an integer tensor, on the CPU."""
+        moved = tensor.to(self._device)
+        self.meet(dist.all_reduce(moved, async_op=True))
+        return moved.cpu()
 
     def settle(self) -> None:
         if self._sync:
@@ -63,7 +77,7 @@ class _Clock:
     def time(self, call: Callable[[], None]) -> float:
         """Seconds of ``call`` on this rank, begun together with the others."""
         self.settle()
-        dist.barrier()
+        self.meet(dist.barrier(async_op=True))
         begin = time.perf_counter()
         call()
         self.settle()
@@ -72,7 +86,7 @@ class _Clock:
     def largest(self, *values: float) -> list[float]:
         """Maximum over ranks of each value."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        self.meet(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True))
         found: list[float] = tensor.tolist()
         return found
 
@@ -95,15 +109,17 @@ class _Clock:
 class RankExchange:
     """Times exchanges of the world group. Every byte received is compared with what its sender was to send.
 
-    Byte k of the message from rank r to rank q is a hash of (k + an offset of the pair and the call's parity), so a
-    block that is stale, zero, swapped or another rank's is seen. The errors are added up over all ranks.
+    Byte k of the message from rank r to rank q is a hash of (k + an offset of the pair and the call's turn), so a
+    block that is stale, zero, swapped or another rank's is seen. The errors are added up over all ranks. Successive
+    calls read and write other memory, as a move does, which touches every byte once.
     """
 
     def __init__(self, world: World, *, time_limit_s: float = 120.0) -> None:
         self._world = world
-        self._clock = _Clock(world)
+        self._clock = _Clock(world, time_limit_s)
         self._limit_s = time_limit_s
         self._pattern = torch.empty(0, dtype=torch.uint8, device=world.device)
+        self._ring = torch.empty(0, dtype=torch.uint8, device=world.device)
 
     def connect(self, executor: str) -> float:
         """Touch every peer once and return the seconds it took (maximum over ranks); kept out of every sample."""
@@ -133,8 +149,7 @@ class RankExchange:
                 exchange.run()
 
         def check() -> None:
-            wrong.add_(exchange.wrong())
-            exchange.flip()
+            wrong.add_(exchange.wrong(calls))
 
         samples = self._clock.sample(call, check, float(matrix.sum()) * calls, sampling)
         each = tuple(taken / calls for taken in samples.times_s)
@@ -144,20 +159,27 @@ class RankExchange:
         size = self._world.world_size
         table = torch.zeros(size, size, dtype=torch.int64)
         table[:, self._world.rank] = wrong
-        table = table.to(self._clock._device)
-        dist.all_reduce(table)
+        table = self._clock.total(table)
         pairs = torch.nonzero(table).tolist()
         return tuple(Wrong(src, dst, int(table[src, dst])) for src, dst in pairs)
 
-    def slice_for(self, src: int, dst: int, parity: int, nbytes: int) -> torch.Tensor:
-        """The bytes that ``src`` sends to ``dst`` in a call of this parity (a view, uint8)."""
-        slot = (src * self._world.world_size + dst + parity * 4099) % _SLOTS
-        self._grow(nbytes + 16 * _SLOTS)
-        return self._pattern[16 * slot : 16 * slot + nbytes]
+    def slice_for(self, src: int, dst: int, turn: int, stride: int, nbytes: int) -> torch.Tensor:
+        """The bytes that ``src`` sends to ``dst`` in a call of this turn (uint8 view), turns ``stride`` bytes apart."""
+        slot = (src * self._world.world_size + dst + turn * 4099) % _SLOTS
+        begin = 16 * slot + turn * stride
+        self._grow(begin + nbytes)
+        return self._pattern[begin : begin + nbytes]
+
+    def ring(self, nbytes: int) -> torch.Tensor:
+        """Memory to receive into, kept from cell to cell."""
+        if len(self._ring) < nbytes:
+            self._ring = torch.zeros(nbytes, dtype=torch.uint8, device=self._world.device)
+        return self._ring[:nbytes]
 
     def _grow(self, nbytes: int) -> None:
         if len(self._pattern) >= nbytes:
             return
+        nbytes = max(nbytes, _RING_BYTES + 32 * _SLOTS)
         device = self._world.device
         index = torch.arange(_BLOCK, dtype=torch.int64, device=device)
         block = ((index * _MIX) >> 24).bitwise_and_(255).to(torch.uint8)
@@ -166,65 +188,69 @@ class RankExchange:
 
 
 class _Exchange:
-    """The buffers of one matrix on one rank."""
+    """The buffers of one matrix on one rank, for as many turns as fit into ``_RING_BYTES`` of memory."""
 
     def __init__(self, owner: RankExchange, matrix: IntArray, executor: str, messages: int, limit_s: float) -> None:
         world = owner._world
         self._owner, self._rank, self._limit_s = owner, world.rank, limit_s
         self._flat = executor == "all-to-all"
-        self._messages = messages
         self._out = matrix[world.rank].tolist()
         self._in = matrix[:, world.rank].tolist()
-        self._parity = 0
-        self._received = torch.zeros(sum(self._in), dtype=torch.uint8, device=world.device)
-        self._from = list(torch.split(self._received, self._in))
-        self._receives = [
-            (peer, part) for peer, view in enumerate(self._from) for part in self._parts(view) if len(part)
+        # Equal on all ranks: sender and receiver must agree on what a turn sends.
+        self._stride = int(max(matrix.max(initial=0), 4096))
+        most = int(max(matrix.sum(axis=0).max(initial=0), matrix.sum(axis=1).max(initial=0), 4096))
+        self._turns = max(2, min(_TURNS, _RING_BYTES // most))
+        self._turn = 0
+        into = sum(self._in)
+        ring = owner.ring(into * self._turns)
+        self._received = [ring[turn * into : (turn + 1) * into] for turn in range(self._turns)]
+        self._from = [list(torch.split(part, self._in)) for part in self._received]
+        self._sends = [
+            [owner.slice_for(world.rank, peer, turn, self._stride, count) for peer, count in enumerate(self._out)]
+            for turn in range(self._turns)
         ]
-        self._sends = [self._make_sends(parity) for parity in (0, 1)]
-        self._packed = [torch.cat(views) if self._flat else None for views in self._sends]
-
-    def _make_sends(self, parity: int) -> list[torch.Tensor]:
-        return [self._owner.slice_for(self._rank, peer, parity, count) for peer, count in enumerate(self._out)]
-
-    def _parts(self, view: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.chunk(view, self._messages)) if self._messages > 1 and len(view) else [view]
+        self._packed = [torch.cat(views) for views in self._sends] if self._flat else []
+        cut = _cutter(messages)
+        self._outgoing = [[(q, part) for q, view in enumerate(views) for part in cut(view)] for views in self._sends]
+        self._incoming = [[(r, part) for r, view in enumerate(views) for part in cut(view)] for views in self._from]
 
     def run(self) -> None:
-        deadline = time.monotonic() + self._limit_s
-        packed = self._packed[self._parity]
-        if packed is not None:
-            exchange_flat(packed, self._out, self._received, self._in, deadline=deadline)
-            return
-        sends = [
-            (peer, part)
-            for peer, view in enumerate(self._sends[self._parity])
-            for part in self._parts(view)
-            if len(part)
-        ]
-        exchange_messages(sends, self._receives, tag=_TAG, deadline=deadline)
+        """One call, and on to the next turn."""
+        deadline, turn = time.monotonic() + self._limit_s, self._turn
+        if self._flat:
+            exchange_flat(self._packed[turn], self._out, self._received[turn], self._in, deadline=deadline)
+        else:
+            exchange_messages(self._outgoing[turn], self._incoming[turn], tag=_TAG, deadline=deadline)
+        self._turn = (turn + 1) % self._turns
 
-    def wrong(self) -> torch.Tensor:
-        """Bytes that differ, by sender (world)."""
+    def wrong(self, calls: int) -> torch.Tensor:
+        """Bytes that differ, by sender (world), in the last ``calls`` calls; what they received is wiped.
+
+        So what an earlier call left behind cannot pass for new.
+        """
         counts = torch.zeros(len(self._in), dtype=torch.int64)
-        for peer, view in enumerate(self._from):
-            if len(view):
-                wanted = self._owner.slice_for(peer, self._rank, self._parity, len(view))
-                if not torch.equal(view, wanted):
-                    counts[peer] = int(torch.count_nonzero(view != wanted))
+        for back in range(1, min(calls, self._turns) + 1):
+            turn = (self._turn - back) % self._turns
+            for peer, view in enumerate(self._from[turn]):
+                if len(view):
+                    wanted = self._owner.slice_for(peer, self._rank, turn, self._stride, len(view))
+                    if not torch.equal(view, wanted):
+                        counts[peer] += int(torch.count_nonzero(view != wanted))
+            self._received[turn].zero_()
         return counts
 
-    def flip(self) -> None:
-        """Send other bytes next time, so that what an earlier call left behind cannot pass for new."""
-        self._parity = 1 - self._parity
+
+def _cutter(messages: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+    """Cuts a pair's bytes into so many messages; none where there are no bytes."""
+    return lambda view: [part for part in torch.chunk(view, messages) if len(part)] if len(view) else []
 
 
 class RankPacking:
     """Times gather and scatter on the ranks of node 0 at once (the ranks of one node pack together in a move)."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, time_limit_s: float = 120.0) -> None:
         self._world = world
-        self._clock = _Clock(world)
+        self._clock = _Clock(world, time_limit_s)
 
     def measure(self, direction: str, run_bytes: int, segments: int, *, sampling: Sampling | None = None) -> Samples:
         """See ``cells.MeasurePacking``. Collective."""

@@ -123,14 +123,17 @@ def nic_peers(topology: Topology, nic: int) -> tuple[list[int], list[int], int] 
 
 
 def random_matrix(topology: Topology, rng: np.random.Generator, cross_bytes: float, near_bytes: float) -> list[Flow]:
-    """An uneven matrix as moves have them: about half of the pairs carry bytes, sizes spread over a factor of ten.
+    """An uneven matrix as moves have them: at most half of the pairs carry bytes, sizes spread over a factor of ten.
 
-    ``cross_bytes`` and ``near_bytes`` are the largest flow of each class. Never fitted, only used to measure the error.
+    A rank has about two peers on other nodes and one or two on its own, however large the world. ``cross_bytes`` and
+    ``near_bytes`` are the largest flow of each class. Never fitted, only used to measure the error.
     """
     size, node = topology.world_size, topology.node_array
+    near = node[:, None] == node[None, :]
     draw = 10.0 ** -rng.random((size, size))
-    there = rng.random((size, size)) < 0.5
-    scale = np.where(node[:, None] == node[None, :], near_bytes, cross_bytes)
+    peers = np.where(near, near.sum(axis=1, keepdims=True) - 1, (~near).sum(axis=1, keepdims=True))
+    there = rng.random((size, size)) < np.minimum(0.5, np.where(near, 1.5, 2.0) / np.maximum(peers, 1))
+    scale = np.where(near, near_bytes, cross_bytes)
     matrix = np.where(there, draw * scale, 0.0).astype(np.int64) // 16 * 16
     np.fill_diagonal(matrix, 0)
     src, dst = np.nonzero(matrix)

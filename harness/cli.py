@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from relaymeter import __version__
-from relaymeter.errors import EXIT_OK, EXIT_USAGE, RelaymeterError
+from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError, RelaymeterError
 from relaymeter.harness.config import nearest
 from relaymeter.relayout.topology import parse_grid
 from relaymeter.units import parse_bytes, parse_rate
 
 __all__ = ["build_parser", "main"]
 
+#: The smallest bucket that the command line takes, in bytes.
+_LEAST_BUCKET = 4096
 _EXECUTORS = ("auto", "send-recv", "all-to-all")
 
 _EXIT_CODES = """exit codes: 0 ok; 2 bad usage, config or input; 3 a gate missed; 4 cannot decide; 5 nothing measured;
@@ -82,44 +84,61 @@ def _add_output(parser: argparse.ArgumentParser, what: str) -> None:
     group.add_argument("--force", action="store_true", help="replace files that exist")
 
 
-def _add_ranks(parser: argparse.ArgumentParser, default: str) -> None:
+def _add_ranks(parser: argparse.ArgumentParser, like: str | None, limit_s: int) -> None:
+    """``like``: what the cluster is by default, None for 2 nodes of 2 ranks, unshaped."""
     group = parser.add_argument_group(
-        "ranks", f"started on this machine, or the world of torchrun when started by it; {default}"
+        "ranks",
+        "started on this machine: in a cluster in a box, or on loopback where the machine makes none (unshaped, nodes\n"
+        "only declared). In a world that torchrun, deepspeed, srun or mpirun has made, that world is used.",
     )
-    group.add_argument("--nodes", type=_count, metavar="N", help="nodes of the cluster in a box")
-    group.add_argument("--ranks-per-node", type=_count, metavar="N", help="ranks on each node")
+    checked = "in a world that was joined only checked: their product is its size"
+    group.add_argument("--nodes", type=_count, metavar="N", help=f"nodes (default {like or 2}); {checked}")
+    group.add_argument(
+        "--ranks-per-node", type=_count, metavar="N", help=f"ranks on each node (default {like or 2}); {checked}"
+    )
     group.add_argument(
         "--nic",
         type=_nic,
         default=argparse.SUPPRESS,
         metavar="RATE|none",
-        help="rate of a NIC, such as 400mbit; none: unshaped",
+        help=f"rate of a NIC each way, such as 400mbit; none: unshaped (default {like or 'none'})",
     )
     group.add_argument(
-        "--nic-per", choices=("rank", "node"), help="one NIC for each rank, or one shared by a node's ranks"
+        "--nic-per",
+        choices=("rank", "node"),
+        help=f"one NIC for each rank, or one shared by a node's ranks (default {like or 'rank'}; "
+        "in a world that was joined as the ranks see it)",
     )
-    group.add_argument("--time-limit", type=_seconds, metavar="SECONDS", help="limit of the whole command")
+    group.add_argument(
+        "--time-limit", type=_seconds, metavar="SECONDS", help=f"limit of the whole command (default {limit_s})"
+    )
 
 
-def _add_executor(parser: argparse.ArgumentParser) -> None:
+def _add_executor(parser: argparse.ArgumentParser, auto: str) -> None:
     parser.add_argument(
-        "--executor",
-        choices=_EXECUTORS,
-        default="auto",
-        help="exchange of a round (auto: send-recv on gloo, all-to-all on NCCL)",
+        "--executor", choices=_EXECUTORS, default="auto", help=f"exchange of a round (default auto: {auto})"
     )
+
+
+def _bucket(text: str) -> int:
+    """Bytes of a bucket; smaller ones than a page would make rounds without end."""
+    size = parse_bytes(text)
+    if size < _LEAST_BUCKET:
+        raise InputError(f"{text!r} is too small for a bucket: give at least {_LEAST_BUCKET // 1024}KiB")
+    return size
 
 
 def _add_pricing(parser: argparse.ArgumentParser, scenario_help: str) -> None:
     parser.add_argument("--scenario", required=True, metavar="NAME|FILE.toml", help=scenario_help)
     parser.add_argument(
-        "--move", action="append", metavar="NAME", help="only this move of the scenario (may be repeated)"
+        "--move", action="append", metavar="NAME", help="only this move of the scenario (may be repeated; default all)"
     )
     parser.add_argument(
         "--bucket-bytes",
-        type=_typed(parse_bytes),
+        type=_typed(_bucket),
         metavar="SIZE",
-        help="largest bucket per rank, such as 8MiB (default: by the move's size)",
+        help="bytes of a bucket on one rank, such as 8MiB (default: a 24th of the most that a rank sends or receives "
+        "in the move, in whole MiB, at least 8MiB and at most 256MiB)",
     )
 
 
@@ -144,12 +163,15 @@ def build_parser() -> argparse.ArgumentParser:
         "relaymeter calibrate --nodes 2 --ranks-per-node 2 --nic 400mbit --out profile.json",
     )
     calibrate.add_argument("--out", required=True, type=Path, metavar="PROFILE", help="file to write the profile to")
-    _add_executor(calibrate)
+    _add_executor(calibrate, "both, first and most the backend's own: send-recv on gloo, all-to-all on NCCL")
     calibrate.add_argument("--quick", action="store_true", help="fewer sizes and samples: faster, wider intervals")
     calibrate.add_argument(
-        "--budget", type=_seconds, metavar="SECONDS", help="begin no further measurement after this time"
+        "--budget",
+        type=_seconds,
+        metavar="SECONDS",
+        help="measuring time after which only what a price cannot do without is measured (default 60, with --quick 20)",
     )
-    _add_ranks(calibrate, "by default 2 nodes of 2 ranks, unshaped")
+    _add_ranks(calibrate, None, 600)
     _add_output(calibrate, "also write the profile as JSON here")
     calibrate.set_defaults(handler=("commands_ranks", "calibrate"))
 
@@ -160,7 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     choose.add_argument("--profile", required=True, type=Path, metavar="PROFILE", help="profile that calibrate wrote")
     _add_pricing(choose, "shipped scenario or a file")
-    _add_executor(choose)
+    _add_executor(choose, "the one that the profile measured first")
     choose.add_argument(
         "--allow-mismatch", action="store_true", help="use a profile of another machine (stamped on the output)"
     )
@@ -173,10 +195,18 @@ def build_parser() -> argparse.ArgumentParser:
         "relaymeter plan --scenario qwen3-32b --topology 16x8 --profile profile.json",
     )
     _add_pricing(plan, "shipped scenario or a file")
-    plan.add_argument("--topology", required=True, type=_typed(parse_grid), metavar="NODESxRANKS", help="such as 16x8")
-    plan.add_argument("--nic-per", choices=("rank", "node"), default="rank", help="NICs of the planned cluster")
+    plan.add_argument(
+        "--topology",
+        required=True,
+        type=_typed(parse_grid),
+        metavar="NODESxRANKS",
+        help="nodes and ranks per node, such as 16x8",
+    )
+    plan.add_argument(
+        "--nic-per", choices=("rank", "node"), default="rank", help="NICs of the planned cluster (default rank)"
+    )
     plan.add_argument("--profile", type=Path, metavar="PROFILE", help="price with this profile, of whatever machine")
-    _add_executor(plan)
+    _add_executor(plan, "the one that the profile measured first; without a profile send-recv")
     _add_output(plan, "write the plan as JSON")
     plan.set_defaults(handler=("commands_offline", "plan"))
 
@@ -187,7 +217,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--profile", required=True, type=Path, metavar="PROFILE", help="profile that calibrate wrote")
     _add_pricing(run, "shipped scenario or a file")
-    _add_executor(run)
+    _add_executor(run, "send-recv on gloo, all-to-all on NCCL")
     run.add_argument("--repeats", type=_count, default=5, metavar="N", help="timed repeats of each route (default 5)")
     run.add_argument(
         "--move-limit", type=_seconds, default=60.0, metavar="SECONDS", help="limit of one move (default 60)"
@@ -202,7 +232,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--results", type=Path, metavar="DIR", help="also keep rows, profile and plot under DIR/<machine>/"
     )
     run.add_argument("--fault", type=_fault, help=argparse.SUPPRESS)
-    _add_ranks(run, "by default as the profile was measured")
+    _add_ranks(run, "as the profile was measured", 1800)
     _add_output(run, "write the rows as JSON Lines")
     run.set_defaults(handler=("commands_ranks", "run"))
     return parser
@@ -226,11 +256,11 @@ def _speaker() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Called in the parent, or on every rank under torchrun."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser()
-    _refuse_unknown_command(parser, arguments)
-    parsed = parser.parse_args(arguments)
-    module, function = parsed.handler
     try:
+        parser = build_parser()
+        _refuse_unknown_command(parser, arguments)
+        parsed = parser.parse_args(arguments)
+        module, function = parsed.handler
         handler = getattr(importlib.import_module(f"relaymeter.harness.{module}"), function)
         return int(handler(parsed))
     except RelaymeterError as error:

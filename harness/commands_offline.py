@@ -35,7 +35,9 @@ def choose(args: argparse.Namespace) -> int:
     scenario = select_moves(load_scenario(args.scenario), args.move)
     profile, mismatch = open_profile(args.profile, args.allow_mismatch)
     out = emit.Output(args.json, force=args.force)
-    return _price(args, plan_scenario(scenario, profile.topology, args.bucket_bytes), profile, mismatch, out)
+    return _price(
+        args, scenario.name, plan_scenario(scenario, profile.topology, args.bucket_bytes), profile, mismatch, out
+    )
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -45,11 +47,12 @@ def plan(args: argparse.Namespace) -> int:
     topology = Topology.grid(nodes, ranks_per_node, args.nic_per)
     profile = None if args.profile is None else load_profile(args.profile)
     out = emit.Output(args.json, force=args.force)
-    return _price(args, plan_scenario(scenario, topology, args.bucket_bytes), profile, (), out)
+    return _price(args, scenario.name, plan_scenario(scenario, topology, args.bucket_bytes), profile, (), out)
 
 
 def _price(
     args: argparse.Namespace,
+    scenario: str,
     moves: tuple[PlannedMove, ...],
     profile: Profile | None,
     mismatch: tuple[str, ...],
@@ -62,14 +65,14 @@ def _price(
     document = {
         "schema_version": _SCHEMA,
         "command": args.command,
-        "scenario": args.scenario,
+        "scenario": scenario,
         "topology": topology.to_dict(),
         "executor": executor,
         "profile": None if profile is None else {"machine_id": profile.machine_id, "created_utc": profile.created_utc},
         "profile_mismatch": list(mismatch),
         "moves": found,
     }
-    out.say(_headline(args, topology, executor, profile))
+    out.say(_headline(scenario, topology, executor, profile))
     for text in mismatch:
         out.say(f"profile of another machine: {text}")
     for move in found:
@@ -82,10 +85,10 @@ def _price(
     return EXIT_OK
 
 
-def _headline(args: argparse.Namespace, topology: Topology, executor: str, profile: Profile | None) -> str:
+def _headline(scenario: str, topology: Topology, executor: str, profile: Profile | None) -> str:
     ranks = [len(topology.ranks_of(node)) for node in range(topology.nodes)]
     shape = f"{topology.nodes} nodes x {ranks[0]} ranks" if len(set(ranks)) == 1 else f"ranks by node {ranks}"
-    text = f"{args.scenario} on {shape}, {len(set(topology.nic))} NICs, {executor}"
+    text = f"{scenario} on {shape}, {len(set(topology.nic))} NICs, {executor}"
     if profile is None:
         return text + "; no profile, so no prices: give --profile PROFILE"
     if profile.topology != topology:

@@ -46,7 +46,7 @@ _HALVES = ("first-half", "second-half", "all")
 def nearest(value: str, valid: Iterable[str]) -> str:
     """The end of an error line: the near match of ``value``, if there is one, and everything that is valid."""
     names = sorted(valid)
-    close = difflib.get_close_matches(value, names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(value, names, n=1, cutoff=0.7)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}valid: {', '.join(names)}"
 
@@ -61,8 +61,10 @@ def _node_choice(value: Any) -> Any:
     return tuple(value)
 
 
-Count = Annotated[int, Field(strict=True, ge=1)]
-Whole = Annotated[int, Field(strict=True, ge=0)]
+#: The most that a number in a file may be: every product of a few stays exact, and a slip of the finger is refused.
+MAX_COUNT = 2**40
+Count = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
+Whole = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: Nodes of a topology: a half of them by number (the first one is the larger), all, or a list of numbers.
 NodeChoice = Annotated[Literal["first-half", "second-half", "all"] | tuple[int, ...], BeforeValidator(_node_choice)]
@@ -81,7 +83,7 @@ class ModelConfig(Config):
     """Width of the residual stream."""
     intermediate_size: Count
     """Width of the gated feed-forward block."""
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[int, Field(strict=True, ge=1, le=10_000)]
     """Decoder layers."""
     num_attention_heads: Count
     """Query heads."""
@@ -162,7 +164,7 @@ class Scenario(Config):
         names = [move.name for move in self.moves]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"two moves are named {twice[0]!r}")
+            raise ValueError(f"two [[moves]] are named {twice[0]!r}: give each a name of its own")
         for move in self.moves:
             left = self.model.num_attention_heads % move.tensor_parallel
             if left:
@@ -290,14 +292,35 @@ def read_toml(path: Path, model: type[_Model], **defaults: Any) -> _Model:
 def _explain(model: type[Config], error: ValidationError) -> str:
     found = error.errors(include_url=False)
     first = next((entry for entry in found if entry["type"] == "extra_forbidden"), found[0])
-    where = ".".join(str(part) for part in first["loc"]) or "the whole"
+    entry, key = _entry_and_key(first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {where!r}: {nearest(str(first['loc'][-1]), _keys_at(model, first['loc'][:-1]))}"
+        return f"{entry}unknown key {key!r}: {nearest(str(first['loc'][-1]), _keys_at(model, first['loc'][:-1]))}"
     if first["type"] == "missing":
-        return f"key {where!r} is missing"
-    text = first["msg"].removeprefix("Value error, ")
+        return f"{entry}key {key!r} is missing"
+    if first["type"] in ("model_type", "model_attributes_type"):
+        where = f"{entry}{key}".removesuffix(", ")
+        return (
+            f"{where}{': ' if where else ''}expected a table with the keys {', '.join(_keys_at(model, first['loc']))}"
+        )
+    text = first["msg"].removeprefix("Value error, ").replace("tuple", "list").replace("Tuple", "List")
+    if not key:
+        return f"{entry}{text}"
     given = first["input"]
+    where = f"{entry}key {key!r}" if entry else key
     return f"{where} = {given!r}: {text}" if isinstance(given, str | int | float | list | tuple) else f"{where}: {text}"
+
+
+def _entry_and_key(loc: tuple[int | str, ...]) -> tuple[str, str]:
+    """The entry of a list that ``loc`` leads into, counted from 1 (``"[[moves]] number 2, "``), and the key in it."""
+    entry, names = "", []
+    for part in loc:
+        if isinstance(part, str):
+            names.append(part)
+        else:
+            table = ".".join(names)
+            entry += f"{f'[[{table}]]' if table == 'moves' else table} number {part + 1}, "
+            names = []
+    return entry, ".".join(names)
 
 
 def _keys_at(model: type[Config], loc: tuple[int | str, ...]) -> list[str]:

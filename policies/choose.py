@@ -30,7 +30,7 @@ Codes = NDArray[np.int8]
 
 #: What the search builds at most, beyond the uniform schedules; the same on every machine, unlike a time limit.
 SEARCH_SCHEDULES = 24
-SEARCH_ROWS = 500_000
+SEARCH_ROWS = 250_000
 #: A route that is this much slower than the best for a class alone is not tried for it in the whole move.
 _HOPELESS = 1.25
 
@@ -131,7 +131,7 @@ def choose(
         chosen=chosen,
         fixed=fixed,
         error=search.pricer.error,
-        error_matrices=len(search.pricer.matrix_errors),
+        error_matrices=search.pricer.held_out,
         extrapolated=chosen.extrapolated,
         min_relay=relay,
         min_split=split,

@@ -116,6 +116,11 @@ class Pricer:
         fitted = [2 * self._cell_error(cell) for cell in mine if len(cell.flows) > 1]
         return np.asarray(fitted or [2 * ERROR_FLOOR], dtype=np.float64)
 
+    @cached_property
+    def held_out(self) -> int:
+        """Uneven matrices behind ``matrix_errors``; 0 where it stands on fitted patterns."""
+        return sum(cell.pattern == "uneven" and cell.executor == self.executor for cell in self.profile.cells)
+
     def _cell_error(self, cell: Cell) -> float:
         own = self if self._measured and self._fitted else Pricer(self.profile, self.profile.topology, self.executor)
         return abs(float(own.terms(flow_loads(list(cell.flows))).communicate.max()) / cell.median_s - 1)

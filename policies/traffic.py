@@ -1,8 +1,8 @@
 """Traffic of one link class: the seconds that its loads take in every round on every rank. Pure NumPy, no torch import.
 
 ``Traffic(link, kind, topology, measured, loads, rows).seconds`` is an array (rounds, world). Every resource (the
-pair with its duplex, the rank's port, the NIC, the node, the cluster) turns its bytes into the bytes of a lone flow that
-takes as long; the largest of them goes through the one time curve of the class.
+pair with its duplex, the rank's port, the NIC, the node, the cluster) turns its bytes into the bytes of a lone flow
+that takes as long; the largest of them goes through the one time curve of the class.
 """
 
 from __future__ import annotations

@@ -116,7 +116,15 @@ BAD = {
         ["plan", "--scenario", "smok", "--topology", "2x2"],
         "unknown scenario 'smok': did you mean 'smoke'? valid: demo, qwen3-0.6b, qwen3-32b, qwen3-8b, smoke",
     ),
-    "unknown move": ([*PLAN, "--move", "tp3"], "no move 'tp3'"),
+    "unknown move": ([*PLAN, "--move", "tp3"], "scenario smoke has no move 'tp3': valid: tp1, tp2"),
+    "two moves of one name": (
+        ["plan", "--scenario", "twice.toml", "--topology", "2x1"],
+        "twice.toml: two [[moves]] are named 'tp1': give each a name of its own",
+    ),
+    "unknown key of the second move": (
+        ["plan", "--scenario", "hubs.toml", "--topology", "2x1"],
+        "hubs.toml: [[moves]] number 2, unknown key 'hubs': valid: layout, name, nodes, replicas, tensor_parallel",
+    ),
     "bad topology": ([*PLAN[:-1], "2by2"], "topology '2by2' is not NODESxRANKS_PER_NODE"),
     "bad rate": (["calibrate", "--out", "p.json", "--nic", "fast"], "'fast' is not a network rate"),
     "bad count": (["calibrate", "--out", "p.json", "--nodes", "0"], "'0' is not a whole number of at least 1"),
@@ -150,7 +158,7 @@ def test_bad_input_gives_one_clear_line_and_exit_code_2_and_writes_nothing(
     (tmp_path / "bad.json").write_text('{"a": 1,\n  b}')
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "elsewhere.json").write_text(elsewhere)
-    _write_gap(tmp_path)
+    _write_scenarios(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     arguments, expected = BAD[case]
     try:
@@ -164,7 +172,7 @@ def test_bad_input_gives_one_clear_line_and_exit_code_2_and_writes_nothing(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def _write_gap(folder: Path) -> None:
+def _write_scenarios(folder: Path) -> None:
     from relaymeter.harness.config import ModelConfig
     from relaymeter.harness.models import weight_specs
 
@@ -176,9 +184,10 @@ def _write_gap(folder: Path) -> None:
         tensors[name] = [{"rank": 0, "lo": [0] * len(shape), "shape": shape}]
     (folder / "gap.json").write_text(json.dumps({"tensors": tensors}))
     model = "\n".join(f"{key} = {value}" for key, value in sizes.items())
-    (folder / "gap.toml").write_text(
-        f'[model]\n{model}\n[source]\nkind = "file"\nlayout = "gap.json"\n[[moves]]\nname = "tp1"\n'
-    )
+    gap = f'[model]\n{model}\n[source]\nkind = "file"\nlayout = "gap.json"\n[[moves]]\nname = "tp1"\n'
+    (folder / "gap.toml").write_text(gap)
+    (folder / "twice.toml").write_text(f'{gap}[[moves]]\nname = "tp1"\n')
+    (folder / "hubs.toml").write_text(f'{gap}[[moves]]\nname = "tp2"\nhubs = 3\n')
 
 
 def test_json_on_standard_output_is_alone_there(cli: Any) -> None:

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "dist"))
 
 from pool import RankPool
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="module")

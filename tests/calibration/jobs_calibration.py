@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from pool import Seat
 from relaymeter.calibration import measure
 from relaymeter.calibration.calibrate import run_calibration
 from relaymeter.calibration.cells import Sampling
+from relaymeter.errors import InputError, MoveTimeout, RankLost
 from relaymeter.relayout.topology import Topology
 
 
@@ -45,19 +47,19 @@ def cell(seat: Seat, executor: str, nbytes: int, messages: int, calls: int) -> d
 def damaged(seat: Seat, executor: str, how: str) -> list[list[int]]:
     """Rank 2 receives from rank 0 what a bad link delivers; returns (src, dst, bytes) as every rank saw it."""
     real = measure._Exchange.run
-    kept: dict[str, torch.Tensor] = {}
 
     def run(self: Any) -> None:
-        before = self._received.clone()
+        turn = self._turn
+        view = self._from[turn][0]
+        before = view.clone()
         real(self)
         if seat.rank == 2 and how == "zeros":
-            self._from[0].zero_()
+            view.zero_()
         elif seat.rank == 2 and how == "stale":
-            self._received.copy_(kept.get("before", before))
+            view.copy_(self._owner.slice_for(0, 2, turn + 1, self._stride, len(view)) if turn % 2 else before)
         elif seat.rank == 2 and how == "bit":
-            self._from[0][5] ^= 16
+            view[5] ^= 16
         elif seat.rank == 2 and how == "swap":
-            view = self._from[0]
             view[:4096], view[4096:8192] = view[4096:8192].clone(), view[:4096].clone()
 
     measure._Exchange.run = run
@@ -81,7 +83,7 @@ def refuse(seat: Seat) -> str:
     """A matrix of the wrong shape."""
     try:
         measure.RankExchange(_world(seat)).measure(np.zeros((2, 2), dtype=np.int64), "send-recv")
-    except measure.InputError as error:
+    except InputError as error:
         return str(error)
     return ""
 
@@ -95,3 +97,16 @@ def calibrate(seat: Seat, budget_s: float) -> dict[str, Any]:
         "executors": list(profile.executors),
         "connect": dict(profile.connect_s),
     }
+
+
+def hang(seat: Seat) -> str:
+    """Rank 3 stays away from a cell; what the others say."""
+    if seat.rank == 3:
+        time.sleep(2.5)
+        return "away"
+    matrix = np.full((seat.world_size, seat.world_size), 64, dtype=np.int64)
+    try:
+        measure.RankExchange(_world(seat), time_limit_s=1.0).measure(matrix, "send-recv")
+    except (MoveTimeout, RankLost) as error:
+        return type(error).__name__
+    return "nothing"

@@ -8,16 +8,18 @@ from synthetic import Cluster
 
 from relaymeter.calibration.calibrate import calibrate_cluster
 from relaymeter.calibration.cells import Wrong
-from relaymeter.calibration.probes import Settings
+from relaymeter.calibration.recorder import Settings
 from relaymeter.errors import DigestMismatch, NothingMeasured
 from relaymeter.policies.price import Pricer
 from relaymeter.relayout.topology import Topology
 
 GRID = Topology.grid(2, 2)
+FULL = Settings(replicates=2)
+SHORT = dataclasses.replace(Settings.short(), replicates=2)
 
 
 def test_one_nic_per_rank_is_recovered() -> None:
-    profile = calibrate_cluster(Cluster(GRID).instruments(), GRID)
+    profile = calibrate_cluster(Cluster(GRID).instruments(), GRID, settings=FULL)
     assert profile.topology == GRID
     assert all(profile.nic_rate(nic) == pytest.approx(48e6, rel=0.03) for nic in range(4))
     assert profile.port_rate == pytest.approx(1e9, rel=0.03)
@@ -34,7 +36,7 @@ def test_one_nic_per_rank_is_recovered() -> None:
 
 def test_a_nic_shared_by_a_node_is_found_against_the_launchers_word() -> None:
     shared = Topology.grid(2, 2, "node")
-    profile = calibrate_cluster(Cluster(shared).instruments(), GRID)
+    profile = calibrate_cluster(Cluster(shared).instruments(), GRID, settings=FULL)
     assert profile.topology == shared
     assert any("NICs: the launcher says 2 + 2" in text for text in profile.warnings)
     assert profile.nic_rate(0) == pytest.approx(48e6, rel=0.03)
@@ -42,7 +44,7 @@ def test_a_nic_shared_by_a_node_is_found_against_the_launchers_word() -> None:
 
 
 def test_separate_nics_are_found_against_the_launchers_word() -> None:
-    profile = calibrate_cluster(Cluster(GRID).instruments(), Topology.grid(2, 2, "node"))
+    profile = calibrate_cluster(Cluster(GRID).instruments(), Topology.grid(2, 2, "node"), settings=FULL)
     assert profile.topology == GRID
 
 
@@ -55,12 +57,12 @@ def test_nics_of_larger_nodes(nics: int) -> None:
 
 
 def test_a_slow_nic_is_seen_in_its_own_rate() -> None:
-    profile = calibrate_cluster(Cluster(GRID, slow_nics={3: 24e6}).instruments(), GRID)
+    profile = calibrate_cluster(Cluster(GRID, slow_nics={3: 24e6}).instruments(), GRID, settings=FULL)
     assert [profile.nic_rate(nic) for nic in range(4)] == pytest.approx([48e6, 48e6, 48e6, 24e6], rel=0.04)
 
 
 def test_half_duplex_pairs_are_found_for_the_executor_that_has_them() -> None:
-    profile = calibrate_cluster(Cluster(GRID, half_duplex={"all-to-all": True}).instruments(), GRID)
+    profile = calibrate_cluster(Cluster(GRID, half_duplex={"all-to-all": True}).instruments(), GRID, settings=FULL)
     there, here = profile.costs("all-to-all").cross_node, profile.costs("send-recv").cross_node
     assert there is not None and there.two_way == pytest.approx(1.0, abs=0.1)
     assert here is not None and here.two_way < 0.1
@@ -68,7 +70,7 @@ def test_half_duplex_pairs_are_found_for_the_executor_that_has_them() -> None:
 
 def test_several_flows_that_fill_a_nic_where_one_does_not() -> None:
     cluster = Cluster(Topology.grid(2, 4), nic_rate=50e9, port_rate=300e9, flow_rate=30e9, cross_latency_s=2e-5)
-    profile = calibrate_cluster(cluster.instruments(), cluster.topology, executors=("all-to-all",))
+    profile = calibrate_cluster(cluster.instruments(), cluster.topology, executors=("all-to-all",), settings=FULL)
     assert profile.nic_rate(0) == pytest.approx(50e9, rel=0.05)
     link = profile.costs("all-to-all").cross_node
     assert link is not None and link.curve.plateau_rate == pytest.approx(30e9, rel=0.05)
@@ -76,7 +78,7 @@ def test_several_flows_that_fill_a_nic_where_one_does_not() -> None:
 
 def test_a_machine_that_limits_everything_is_not_taken_for_a_shared_nic() -> None:
     cluster = Cluster(GRID, nic_rate=1e9, machine_rate=1.2e9, cross_latency_s=1e-4, noise=0.01)
-    profile = calibrate_cluster(cluster.instruments(), GRID)
+    profile = calibrate_cluster(cluster.instruments(), GRID, settings=FULL)
     assert profile.topology == GRID
     assert any("one rate" in text for text in profile.warnings)
     link = profile.costs("send-recv").cross_node
@@ -86,7 +88,7 @@ def test_a_machine_that_limits_everything_is_not_taken_for_a_shared_nic() -> Non
 @pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (1, 4), (2, 1), (4, 1), (5, 3)])
 def test_any_shape_of_world(nodes: int, ranks: int) -> None:
     topology = Topology.grid(nodes, ranks)
-    profile = calibrate_cluster(Cluster(topology).instruments(), topology, settings=Settings.short())
+    profile = calibrate_cluster(Cluster(topology).instruments(), topology, settings=SHORT)
     costs = profile.costs("send-recv")
     assert (costs.in_node is None) == (ranks == 1) and (costs.cross_node is None) == (nodes == 1)
     assert profile.topology == topology
@@ -96,11 +98,12 @@ def test_any_shape_of_world(nodes: int, ranks: int) -> None:
 def test_a_large_cluster_is_sampled_not_swept() -> None:
     topology = Topology.grid(16, 8)
     cluster = Cluster(topology, nic_rate=50e9, port_rate=300e9, cross_latency_s=2e-5, near_latency_s=1e-5)
-    profile = calibrate_cluster(cluster.instruments(), topology, executors=("all-to-all",), settings=Settings.short())
-    assert profile.topology == topology and cluster.calls < 250
+    settings = dataclasses.replace(SHORT, matrices=0)
+    profile = calibrate_cluster(cluster.instruments(), topology, executors=("all-to-all",), settings=settings)
+    assert profile.topology == topology and cluster.calls < 300
 
 
-@pytest.mark.parametrize(("settings", "limit"), [(Settings(), 75.0), (Settings.short(), 25.0)])
+@pytest.mark.parametrize(("settings", "limit"), [(FULL, 75.0), (SHORT, 25.0)])
 def test_the_box_is_calibrated_within_its_budget(settings: Settings, limit: float) -> None:
     profile = calibrate_cluster(Cluster(GRID, noise=0.05).instruments(), GRID, settings=settings)
     assert profile.spent_s < limit
@@ -108,20 +111,20 @@ def test_the_box_is_calibrated_within_its_budget(settings: Settings, limit: floa
 
 
 def test_a_spent_budget_says_what_was_left_out_and_still_prices() -> None:
-    profile = calibrate_cluster(Cluster(GRID).instruments(), GRID, settings=Settings(budget_s=1.0))
+    profile = calibrate_cluster(Cluster(GRID).instruments(), GRID, settings=Settings(budget_s=1.0, replicates=2))
     assert any("the budget of 1 s was spent before" in text for text in profile.warnings)
     assert profile.nic_rate(0) == pytest.approx(48e6, rel=0.03)
 
 
 def test_a_world_of_one_rank_measures_nothing() -> None:
     with pytest.raises(NothingMeasured, match="world of one rank"):
-        calibrate_cluster(Cluster(Topology.grid(1, 1)).instruments(), Topology.grid(1, 1))
+        calibrate_cluster(Cluster(Topology.grid(1, 1)).instruments(), Topology.grid(1, 1), settings=FULL)
 
 
 def test_a_link_that_alters_bytes_has_no_rate() -> None:
     cluster = Cluster(GRID, wrong=(Wrong(0, 2, 7), Wrong(1, 3, 5)))
     with pytest.raises(DigestMismatch, match=r"12 bytes arrived wrong, 7 of them from rank 0 to rank 2"):
-        calibrate_cluster(cluster.instruments(), GRID)
+        calibrate_cluster(cluster.instruments(), GRID, settings=FULL)
 
 
 def test_one_message_size_only_is_no_calibration() -> None:
@@ -136,14 +139,14 @@ def test_progress_never_goes_back() -> None:
     def note(fraction: float, text: str) -> None:
         seen.append((fraction, text))
 
-    calibrate_cluster(Cluster(GRID).instruments(), GRID, settings=Settings.short(), progress=note)
+    calibrate_cluster(Cluster(GRID).instruments(), GRID, settings=SHORT, progress=note)
     fractions = [fraction for fraction, _ in seen]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and all(text for _, text in seen)
 
 
 def test_the_declared_rate_is_held_against_the_measured_one() -> None:
     facts: dict[str, Any] = {"cluster": {"nic_rate_bytes_per_s": 40e6}}
-    profile = calibrate_cluster(Cluster(GRID).instruments(), GRID, fingerprint=facts)
+    profile = calibrate_cluster(Cluster(GRID).instruments(), GRID, fingerprint=facts, settings=FULL)
     gate = next(gate for gate in profile.gates if gate.name.startswith("payload rate"))
     assert not gate.passed and gate.value == pytest.approx(1.2, rel=0.03)
     assert any("gate missed: payload rate" in text for text in profile.warnings)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaymeter.calibration.links import classify_ratio, join, link_classes, link_warnings, with_nics
+from relaymeter.calibration.links import alike, classify_ratio, join, link_classes, link_warnings, with_nics
 from relaymeter.calibration.patterns import cross_pairs, in_node_pairs, matrix_of, random_matrix, turn
 from relaymeter.relayout.topology import Topology
 
@@ -48,6 +48,13 @@ def test_ranks_that_share_a_nic_are_joined_with_few_tests(ranks: int, nics: int,
     assert sorted(rank for group in groups for rank in group) == list(range(ranks))
     assert all(len({nic[rank] for rank in group}) == 1 for group in groups)
     assert len(groups) == len(set(nic)) and len(tests) <= ranks * nics
+
+
+def test_nodes_declared_alike_must_be_found_alike() -> None:
+    assert alike(Topology.grid(2, 2), {0: [[0, 1]], 1: [[2, 3]]})
+    assert not alike(Topology.grid(2, 2), {0: [[0, 1]], 1: [[2], [3]]})
+    mixed = Topology(node=(0, 0, 1, 1), nic=(0, 0, 1, 2))
+    assert alike(mixed, {0: [[0, 1]], 1: [[2], [3]]})
 
 
 def test_nics_found_on_one_node_stand_for_nodes_like_it() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from pool import RankPool
@@ -48,7 +49,7 @@ def test_a_matrix_of_the_wrong_shape_is_refused(pool: RankPool) -> None:
 
 
 def test_a_short_calibration_gives_one_profile_on_all_ranks(pool: RankPool) -> None:
-    found = pool.call("jobs_calibration:calibrate", limit_s=100.0, budget_s=4.0)
+    found = pool.call("jobs_calibration:calibrate", limit_s=100.0, budget_s=2.0)
     assert len({answer["sha256"] for answer in found}) == 1
     profile = from_json(json.loads(found[0]["text"]), "of the test")
     assert list(profile.executors) == ["send-recv", "all-to-all"]
@@ -57,3 +58,10 @@ def test_a_short_calibration_gives_one_profile_on_all_ranks(pool: RankPool) -> N
     assert profile.fingerprint["backend"] == "gloo" and profile.fingerprint["world_size"] == 4
     assert profile.nic_rate(0) > 1e6 and (profile.port_rate or 0) > 1e6
     assert profile.topology == Topology.grid(2, 2) or profile.warnings
+
+
+def test_a_rank_that_hangs_ends_the_cell_on_the_others_within_the_limit(pool: RankPool) -> None:
+    began = time.monotonic()
+    assert set(pool.call("jobs_calibration:hang")[:3]) <= {"MoveTimeout", "RankLost"}
+    assert time.monotonic() - began < 20
+    pool.close()  # the group is broken

@@ -7,8 +7,8 @@ import pytest
 from synthetic import Cluster
 
 from relaymeter.calibration.calibrate import calibrate_cluster
-from relaymeter.calibration.probes import Settings
 from relaymeter.calibration.profiles import Profile, differences, from_json, load, save
+from relaymeter.calibration.recorder import Settings
 from relaymeter.errors import InputError
 from relaymeter.relayout.topology import Topology
 

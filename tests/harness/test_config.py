@@ -86,7 +86,7 @@ def test_a_configuration_cannot_be_changed_and_takes_keywords_only() -> None:
     [
         (
             ('name = "tp1"', 'name = "tp1"\ntensor_paralel = 2'),
-            r"unknown key 'moves.0.tensor_paralel': did you mean 'ten",
+            r"\[\[moves\]\] number 1, unknown key 'tensor_paralel': did you mean 'ten",
         ),
         (("[source]", "[sauce]"), r"unknown key 'sauce': did you mean 'source'\?"),
         (("vocab_size = 10", "vocab_size = 10\nhiden_size = 1"), r"'model.hiden_size': did you mean 'hidden_size'\?"),

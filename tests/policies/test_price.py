@@ -52,7 +52,7 @@ def loads_of(rows: list[tuple[int, int, int, int]], packed: bool = True) -> Roun
 
 @pytest.mark.parametrize("name", ["box", "half duplex", "unshaped"])
 @pytest.mark.parametrize("executor", EXECUTORS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=flows, more=st.integers(1, 1 << 24), which=st.integers(0, 19))
 def test_more_bytes_never_cost_less(
     profile_of: Profiles, name: str, executor: str, rows: list[tuple[int, int, int, int]], more: int, which: int
@@ -69,7 +69,7 @@ def test_more_bytes_never_cost_less(
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=flows)
 def test_no_price_beats_the_measured_peak(
     profile_of: Profiles, executor: str, rows: list[tuple[int, int, int, int]]

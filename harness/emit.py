@@ -54,7 +54,7 @@ class Output:
 
     def say(self, text: str = "") -> None:
         """A line for people."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def table(self, table: Table) -> None:
         """A table for people."""

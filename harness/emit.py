@@ -258,12 +258,9 @@ def run_tables(rows: Sequence[MoveRecord]) -> list[Table]:
 
 
 def _mix(route_bytes: Mapping[str, int]) -> str:
+    """The routes that carry at least a hundredth of the bytes, with their shares where there are several."""
     total = sum(route_bytes.values())
-    parts = [(name, count) for name, count in route_bytes.items() if count]
-    if not total or len(parts) == 1:
+    parts = [(name, count / total) for name, count in route_bytes.items() if count >= total / 100 and count]
+    if len(parts) < 2:
         return parts[0][0] if parts else "nothing"
-    return ", ".join(f"{name} {_percent(count / total)}" for name, count in parts)
-
-
-def _percent(share: float) -> str:
-    return "<1%" if share < 0.01 else f"{share:.0%}" if share < 0.995 else ">99%"
+    return ", ".join(f"{name} {share:.0%}" for name, share in parts)

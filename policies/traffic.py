@@ -21,6 +21,8 @@ FloatArray = NDArray[np.float64]
 
 #: Factors closer to 1 than this are taken as 1.
 _SMALL = 0.05
+#: The curve is flat at its end, so a load up to this many times its largest size counts as measured.
+_REACH = 1.25
 
 
 class Traffic:
@@ -45,7 +47,7 @@ class Traffic:
             effective = np.maximum(effective, both)
         busy = (out + into) > 0
         effective = np.maximum(effective, self._shared(out, into, kind, measured))
-        self.extrapolated = bool(effective.max(initial=0.0) > link.curve.largest)
+        self.extrapolated = bool(effective.max(initial=0.0) > _REACH * link.curve.largest)
         beyond = np.maximum(np.maximum(self._sum(out_key, messages), self._sum(in_key, messages)) - 1, 0.0)
         self.seconds: FloatArray = np.where(busy, link.curve.time(effective) + beyond * link.message_s, 0.0)
 

@@ -200,6 +200,7 @@ def profile_tables(profile: Profile) -> list[Table]:
     gates = _table(
         f"gates: {passed} of {len(profile.gates)} passed" + ("" if passed == len(profile.gates) else "; missed:"),
         [("gate", "left"), ("value", "right"), ("limit", "right")],
+        caption="a missed gate says which prices are rough: close other programs, give more --budget, calibrate again",
     )
     for gate in profile.gates:
         if not gate.passed:

@@ -105,7 +105,8 @@ def replica_ranks(scenario: Scenario, move: MoveConfig, topology: Topology) -> t
     if degree * copies > len(ranks):
         raise InputError(
             f"{what}: tensor_parallel {degree} x replicas {copies} = {degree * copies} ranks asked, "
-            f"{len(ranks)} given ({_span(nodes)}): give more ranks or a smaller degree"
+            f"{len(ranks)} given ({_span(nodes)}): give more ranks or a smaller degree, pick other moves with "
+            "--move, or plan it on a larger topology (plan --topology)"
         )
     if move.replicas is None and len(ranks) % degree:
         raise InputError(

@@ -44,12 +44,14 @@ def run_calibration(
     cluster: Mapping[str, Any] | None = None,
     time_limit_s: float = 120.0,
     progress: Progress | None = None,
+    poll: Callable[[], None] | None = None,
 ) -> Profile:
     """Calibrate the joined ``world``. Every rank calls it with equal arguments; all return the same profile.
 
     ``executors``: in order of importance, by default the backend's own first, then the other. ``cluster``: how the
     ranks were started (kept in the fingerprint; its ``nic_rate_bytes_per_s`` is held against the measured rate).
-    ``time_limit_s``: of one call. ``progress(fraction, text)`` is called on every rank. Raises NothingMeasured in a
+    ``time_limit_s``: of one call. ``progress(fraction, text)`` is called on every rank. ``poll`` is called while a
+    call is waited for and may raise to stop (a heartbeat's). Raises NothingMeasured in a
     world of one rank, DigestMismatch where a link alters data, and what the transport raises when a peer is lost.
     """
     if world.world_size < 2:
@@ -58,10 +60,10 @@ def run_calibration(
     settings = Settings.short() if quick else Settings()
     if budget_s is not None:
         settings = replace(settings, budget_s=budget_s)
-    exchange = RankExchange(world, time_limit_s=time_limit_s)
+    exchange = RankExchange(world, time_limit_s=time_limit_s, poll=poll)
     connect = {executor: exchange.connect(executor) for executor in chosen}
     instruments = Instruments(
-        exchange.measure, RankPacking(world, time_limit_s=time_limit_s).measure, _largest_message(world)
+        exchange.measure, RankPacking(world, time_limit_s=time_limit_s, poll=poll).measure, _largest_message(world)
     )
     findings = Prober(instruments, world.topology, settings, progress).run(chosen)
     facts = _machines(world)

@@ -54,7 +54,8 @@ class World(Protocol):
 class _Clock:
     """Barrier, local duration, maximum over ranks."""
 
-    def __init__(self, world: World, time_limit_s: float) -> None:
+    def __init__(self, world: World, time_limit_s: float, poll: Callable[[], None] | None) -> None:
+        self._poll = poll
         self._device = world.device if world.backend == "nccl" else torch.device("cpu")
         self._sync = world.device.type == "cuda"
         self._world = world
@@ -62,7 +63,7 @@ class _Clock:
 
     def meet(self, work: dist.Work | None) -> None:
         """Wait for a collective, at most the time limit: a rank that hangs ends the calibration on all others."""
-        wait_for([] if work is None else [work], deadline=time.monotonic() + self._limit_s)
+        wait_for([] if work is None else [work], deadline=time.monotonic() + self._limit_s, poll=self._poll)
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks of an integer tensor, on the CPU."""
@@ -114,10 +115,10 @@ class RankExchange:
     calls read and write other memory, as a move does, which touches every byte once.
     """
 
-    def __init__(self, world: World, *, time_limit_s: float = 120.0) -> None:
+    def __init__(self, world: World, *, time_limit_s: float = 120.0, poll: Callable[[], None] | None = None) -> None:
         self._world = world
-        self._clock = _Clock(world, time_limit_s)
-        self._limit_s = time_limit_s
+        self._clock = _Clock(world, time_limit_s, poll)
+        self._limit_s, self._poll = time_limit_s, poll
         self._pattern = torch.empty(0, dtype=torch.uint8, device=world.device)
         self._ring = torch.empty(0, dtype=torch.uint8, device=world.device)
 
@@ -192,7 +193,7 @@ class _Exchange:
 
     def __init__(self, owner: RankExchange, matrix: IntArray, executor: str, messages: int, limit_s: float) -> None:
         world = owner._world
-        self._owner, self._rank, self._limit_s = owner, world.rank, limit_s
+        self._owner, self._rank, self._limit_s, self._poll = owner, world.rank, limit_s, owner._poll
         self._flat = executor == "all-to-all"
         self._out = matrix[world.rank].tolist()
         self._in = matrix[:, world.rank].tolist()
@@ -218,9 +219,11 @@ class _Exchange:
         """One call, and on to the next turn."""
         deadline, turn = time.monotonic() + self._limit_s, self._turn
         if self._flat:
-            exchange_flat(self._packed[turn], self._out, self._received[turn], self._in, deadline=deadline)
+            exchange_flat(
+                self._packed[turn], self._out, self._received[turn], self._in, deadline=deadline, poll=self._poll
+            )
         else:
-            exchange_messages(self._outgoing[turn], self._incoming[turn], tag=_TAG, deadline=deadline)
+            exchange_messages(self._outgoing[turn], self._incoming[turn], tag=_TAG, deadline=deadline, poll=self._poll)
         self._turn = (turn + 1) % self._turns
 
     def wrong(self, calls: int) -> torch.Tensor:
@@ -248,9 +251,9 @@ def _cutter(messages: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
 class RankPacking:
     """Times gather and scatter on the ranks of node 0 at once (the ranks of one node pack together in a move)."""
 
-    def __init__(self, world: World, *, time_limit_s: float = 120.0) -> None:
+    def __init__(self, world: World, *, time_limit_s: float = 120.0, poll: Callable[[], None] | None = None) -> None:
         self._world = world
-        self._clock = _Clock(world, time_limit_s)
+        self._clock = _Clock(world, time_limit_s, poll)
 
     def measure(self, direction: str, run_bytes: int, segments: int, *, sampling: Sampling | None = None) -> Samples:
         """See ``cells.MeasurePacking``. Collective."""

@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,16 +40,21 @@ from relaymeter.relayout.engines import share_layout, zero3_storage
 from relaymeter.relayout.execute import Hooks, Mover
 from relaymeter.relayout.guard import guarded
 from relaymeter.relayout.heartbeat import Heartbeat
+from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.schedule import Schedule
 from relaymeter.relayout.subgroup import make_group
 from relaymeter.relayout.topology import Topology
-from relaymeter.relayout.transport import control_device
+from relaymeter.relayout.transport import control_device, wait_for
 
 __all__ = ["run_job"]
 
 Say = Callable[[str], None]
 FloatArray = NDArray[np.float64]
 _CHOSEN = "chosen"
+#: A rank that imports and trains on a busy machine may be silent longer than one that moves, in seconds.
+_PREPARE_LOST_S = 20.0
+#: Up to so many weights the source's whole state is digested before each move, to show it unchanged after a failure.
+_STATE_ELEMENTS = 500_000_000
 
 
 @dataclass
@@ -124,7 +129,8 @@ class _Run:
             case.mover.agree()
         with self.together("the digest of the source"):
             expected = digest_layout(planned.source, self.world.rank, source)
-        before = state_digest(self.engine) if fault and self.engine is not None else None
+        small = sum(spec.numel for spec in planned.source.specs.values()) <= _STATE_ELEMENTS
+        before = state_digest(self.engine) if (fault or small) and self.engine is not None else None
         try:
             self._repeat(planned, cases, target, expected)
         except (RankLost, MoveTimeout) as error:
@@ -311,18 +317,48 @@ def run_job(job: RunJob, world: World, say: Say) -> Iterator[list[MoveRecord]]:
     source = job.scenario.source
     ranks = source_ranks(job.scenario, world.topology)
     say(f"training the source: ZeRO-3 over ranks {ranks[0]} to {ranks[-1]}, {source.steps} steps")
-    engine = build_trainer(job.scenario.model.geometry(), make_group(ranks), steps=source.steps, seed=source.seed)
-    layout = share_layout(engine, world.world_size, world.store, "relaymeter/source", time_limit_s=job.time_limit_s)
-    dist.barrier()
-    host = 0 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
+    with watching(world, "prepare", lost_after_s=_PREPARE_LOST_S) as heartbeat:
+        engine, layout = _prepare(job, world, ranks, heartbeat)
     rows: list[MoveRecord] = []
-    with Heartbeat(world.store, world.rank, world.world_size, store_host=host) as heartbeat:
+    with watching(world, "move") as heartbeat:
         run = _Run(job, world, profile, heartbeat, engine, say)
         for number, planned in enumerate(plan_scenario(job.scenario, topology, job.bucket_bytes, layout)):
             if number:
                 run.train()
             rows += run.move(planned, job.fault if number == 0 else None)
             yield rows
+
+
+def watching(world: World, what: str, lost_after_s: float = 5.0) -> Heartbeat:
+    """A heartbeat of all ranks of ``world`` for one stretch of work, whose name ``what`` is used once. Every rank."""
+    host = 0 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
+    return Heartbeat(
+        world.store, world.rank, world.world_size,
+        lost_after_s=lost_after_s, store_host=host, prefix=f"relaymeter/heartbeat/{what}",
+    )  # fmt: skip
+
+
+def _prepare(job: RunJob, world: World, ranks: Sequence[int], heartbeat: Heartbeat) -> tuple[Any | None, Layout]:
+    """Train the source and hand its layout to every rank; ends on all ranks, naming who was lost."""
+    source = job.scenario.source
+    common: dict[str, Any] = {
+        "rank": world.rank, "time_limit_s": job.time_limit_s, "heartbeat": heartbeat, "consequence": "",
+    }  # fmt: skip
+
+    def meet(deadline: float) -> None:
+        work = dist.barrier(async_op=True)
+        wait_for([work] if work is not None else [], deadline=deadline, poll=heartbeat.poll)
+
+    with guarded("the start of the run", **common):
+        group = make_group(ranks)
+    with guarded("training the source", group=group, **common):
+        engine = build_trainer(job.scenario.model.geometry(), group, steps=source.steps, seed=source.seed)
+    with guarded("training the source", **common) as deadline:
+        meet(deadline)
+    layout = share_layout(engine, world.world_size, world.store, "relaymeter/source", time_limit_s=job.time_limit_s)
+    with guarded("the start of the run", **common) as deadline:
+        meet(deadline)
+    return engine, layout
 
 
 def _topology(job: RunJob, world: World, profile: Profile) -> Topology:

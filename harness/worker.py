@@ -59,18 +59,25 @@ def _do(job: Job, world: World, say: Callable[[str], None], keep: Callable[[dict
                 keep({"rows": [row.to_dict() for row in rows]})
         return
     from relaymeter.calibration.calibrate import run_calibration
+    from relaymeter.harness.run import watching
+    from relaymeter.relayout.guard import guarded
 
     def progress(fraction: float, text: str) -> None:
         quiet(f"calibrate {fraction:4.0%}  {text}")
 
-    profile = run_calibration(
-        world,
-        quick=job.quick,
-        budget_s=job.budget_s,
-        executors=None if job.executor == "auto" else (job.executor,),
-        cluster=None if job.cluster is None else job.cluster.model_dump(),
-        progress=progress,
-    )
+    with (
+        watching(world, "calibrate") as heartbeat,
+        guarded("the calibration", rank=world.rank, time_limit_s=job.time_limit_s, heartbeat=heartbeat, consequence=""),
+    ):
+        profile = run_calibration(
+            world,
+            quick=job.quick,
+            budget_s=job.budget_s,
+            executors=None if job.executor == "auto" else (job.executor,),
+            cluster=None if job.cluster is None else job.cluster.model_dump(),
+            progress=progress,
+            poll=heartbeat.poll,
+        )
     if world.rank == 0:
         keep(profile.to_dict())
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relaymeter.errors import InputError, PlanDisagreement, RankLost
+from relaymeter.errors import InputError, PlanDisagreement
 from relaymeter.relayout.agreement import agree_on_move, expected_messages
 from relaymeter.relayout.digest import DIGEST_VERSION, POISON_BYTE
 from relaymeter.relayout.guard import guarded
@@ -230,9 +230,9 @@ class Mover:
             self._broken = True
             raise
 
-    def _poll(self) -> None:
-        if self._heartbeat is not None and self._heartbeat.trouble():
-            raise RankLost("another rank stopped")
+    @property
+    def _poll(self) -> Callable[[], None] | None:
+        return None if self._heartbeat is None else self._heartbeat.poll
 
     def _refuse_large_messages(self) -> None:
         for step in self._rounds:

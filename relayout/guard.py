@@ -26,14 +26,16 @@ def guarded(
     time_limit_s: float,
     heartbeat: Heartbeat | None = None,
     group: dist.ProcessGroup | None = None,
+    consequence: str = "and the destination is not usable",
 ) -> Iterator[float]:
     """A stretch of collectives over ``group`` that ends on every rank within ``time_limit_s``. Gives its deadline.
 
     The deadline (``time.monotonic()``) leaves the heartbeat its time to tell who is lost. Raises RankLost naming the
     lost rank, or the rank that failed for a reason of its own; MoveTimeout when all ranks still live; and on the rank
-    with a reason of its own that very error. PlanDisagreement passes through: every rank raises it. After any other
-    error ``group`` must not be used again.
+    with a reason of its own that very error. Their texts say that ``what`` stopped, with its ``consequence``.
+    PlanDisagreement passes through: every rank raises it. After any other error ``group`` must not be used again.
     """
+    end = f"{what} stopped {consequence}".rstrip()
     settle_s = heartbeat.settle_s if heartbeat is not None else 0.0
     deadline = time.monotonic() + time_limit_s - min(settle_s, time_limit_s / 2)
     watch = heartbeat.guard(lambda: break_group(group)) if heartbeat is not None else contextlib.nullcontext()
@@ -46,19 +48,16 @@ def guarded(
         if heartbeat is None:
             break_group(group)
             if isinstance(error, (RankLost, MoveTimeout)):
-                raise type(error)(f"{error}: {what} stopped and the destination is not usable") from error
+                raise type(error)(f"{error}: {end}") from error
             raise
-        found = _explain(error, what, rank, heartbeat, group)
+        found = _explain(error, end, rank, heartbeat, group)
         if found is error:
             raise
         raise found from error
 
 
-def _explain(
-    error: Exception, what: str, rank: int, heartbeat: Heartbeat, group: dist.ProcessGroup | None
-) -> Exception:
-    """The error that says who stopped ``what``, after telling the other ranks."""
-    end = f"{what} stopped and the destination is not usable"
+def _explain(error: Exception, end: str, rank: int, heartbeat: Heartbeat, group: dist.ProcessGroup | None) -> Exception:
+    """The error that says who stopped it, ending with ``end``, after telling the other ranks."""
     if not isinstance(error, (RankLost, MoveTimeout, RuntimeError)):
         heartbeat.publish("error", (rank,), f"{type(error).__name__}: {error}")
         break_group(group)

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from relaymeter.errors import RankLost
+
 __all__ = ["Failure", "Heartbeat"]
 
 _DONE = "done"
@@ -135,6 +137,11 @@ class Heartbeat:
     def trouble(self) -> bool:
         """Whether a rank published a failure or is silent, as far as is known now. Does not wait."""
         return self.failure() is not None or bool(self._silent())
+
+    def poll(self) -> None:
+        """Raise RankLost, without ranks, where ``trouble``: for the waits of an exchange."""
+        if self.trouble():
+            raise RankLost("another rank stopped")
 
     def await_failure(self, limit_s: float) -> Failure | None:
         """Like ``failure``, but waits up to ``limit_s`` for one to be published."""

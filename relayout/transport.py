@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -34,6 +35,9 @@ EXECUTORS = ("send-recv", "all-to-all")
 
 #: Larger messages travel in parts: beyond this size misplaced 128 KiB blocks were seen on InfiniBand.
 MAX_MESSAGE_BYTES = 256 << 20
+
+#: How often a wait on the host looks whether the other ranks still live, in seconds.
+_POLL_S = 0.1
 
 #: A tag that no exchange uses.
 _BREAK_TAG = (1 << 31) - 2
@@ -67,19 +71,20 @@ def wait_for(
 ) -> None:
     """Wait until all ``works`` of ``group`` are done.
 
-    ``deadline`` is a ``time.monotonic()`` value; None stands for the group's own timeout. On NCCL, whose waits do not
-    block the host, ``poll`` is called now and then and may raise to stop. Raises MoveTimeout past the deadline and
-    RankLost, without ranks, when a connection broke; the group is unusable after either.
+    ``deadline`` is a ``time.monotonic()`` value; None stands for the group's own timeout. ``poll`` is called now and
+    then and may raise to stop: the works are then given up, and their tensors must not be used again. Raises
+    MoveTimeout past the deadline and RankLost, without ranks, when a connection broke; the group is unusable after
+    either.
     """
     on_device = dist.get_backend(group) == "nccl"
     try:
-        for work in works:
-            if on_device:
+        if on_device:
+            for work in works:
                 _wait_on_device(work, deadline, poll)
-            elif deadline is None:
-                work.wait()
-            else:
-                work.wait(_remaining(deadline))
+        elif poll is None:
+            _wait_on_host(works, deadline)
+        elif works:
+            _wait_beside(works, deadline, poll)
     except (MoveTimeout, RankLost):
         break_group(group)
         raise
@@ -93,6 +98,38 @@ def wait_for(
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _wait_on_host(works: Sequence[dist.Work], deadline: float | None) -> None:
+    for work in works:
+        if deadline is None:
+            work.wait()
+        else:
+            work.wait(_remaining(deadline))
+
+
+def _wait_beside(works: Sequence[dist.Work], deadline: float | None, poll: Callable[[], None]) -> None:
+    """Wait in a thread of its own, which is left behind where ``poll`` raises.
+
+    gloo wakes no wait whose message had half arrived when its sender died, not even where the group is aborted: it
+    lasts until the deadline, whatever is known by then.
+    """
+    ended = threading.Event()
+    raised: list[BaseException] = []
+
+    def wait_all() -> None:
+        try:
+            _wait_on_host(works, deadline)
+        except BaseException as error:
+            raised.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=wait_all, name="relaymeter-wait", daemon=True).start()
+    while not ended.wait(_POLL_S):
+        poll()
+    if raised:
+        raise raised[0]
 
 
 def _wait_on_device(work: dist.Work, deadline: float | None, poll: Callable[[], None] | None) -> None:

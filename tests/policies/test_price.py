@@ -204,3 +204,44 @@ def test_an_empty_schedule_costs_nothing_and_unmeasured_links_are_refused(profil
         Pricer(profile, profile.topology, "send-recv", costs).price(loads_of([(0, 0, 2, 64)]))
     with pytest.raises(InputError, match="no executor 'ring'"):
         price_loads(loads_of([]), profile.topology, profile, "ring")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_the_interval_is_twice_as_wide_beyond_what_was_measured(profile_of: Profiles, executor: str) -> None:
+    profile = profile_of("box")
+    measured = loads_of([(0, 0, 2, 4 << 20)])
+    inside = price_loads(measured, profile.topology, profile, executor)
+    elsewhere = price_loads(measured, Topology.grid(2, 2, "node"), profile, executor)
+    huge = price_loads(loads_of([(0, 0, 2, 1 << 40)]), profile.topology, profile, executor)
+    width = inside.high_s / inside.total_s - 1
+    assert not inside.extrapolated
+    for beyond in (elsewhere, huge):
+        assert beyond.extrapolated
+        assert beyond.high_s / beyond.total_s - 1 == pytest.approx(2 * width)
+        assert beyond.total_s / beyond.low_s - 1 == pytest.approx(2 * width)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_copies_within_a_rank_cost_their_bytes(profile_of: Profiles, executor: str) -> None:
+    profile = profile_of("box")
+    byte_s = profile.costs(executor).unpack.byte_s
+    small, large = (
+        price_loads(loads_of([(0, 1, 1, size)]), profile.topology, profile, executor).total_s
+        for size in (1 << 26, 1 << 30)
+    )
+    assert byte_s > 0 and small > 0
+    assert large - small == pytest.approx(((1 << 30) - (1 << 26)) * byte_s)
+
+
+@pytest.mark.parametrize("middle", [(1, 0, 1, 1 << 20), (1, 1, 0, 1 << 20)], ids=["as sender", "as receiver"])
+def test_a_rank_waits_for_a_busy_peer_before_it_goes_on(
+    profile_of: Profiles, middle: tuple[int, int, int, int]
+) -> None:
+    """Rank 1 is busy with rank 2; rank 0 exchanges with rank 1 next and only then with rank 3: nothing overlaps."""
+    profile = profile_of("box")
+    chain = [(0, 1, 2, 16 << 20), middle, (2, 0, 3, 16 << 20)]
+    alone = [
+        price_loads(loads_of([row], packed=False), profile.topology, profile, "send-recv").total_s for row in chain
+    ]
+    whole = price_loads(loads_of(chain, packed=False), profile.topology, profile, "send-recv")
+    assert np.cumsum(whole.rounds_s) == pytest.approx(np.cumsum(alone), rel=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from jobs_execute import HandSchedule, Segment, bits, fingerprint
 from pool import Seat
 
-from relaymeter.errors import RelaymeterError
+from relaymeter.errors import RankLost, RelaymeterError
 from relaymeter.relayout.execute import Hooks, Mover
+from relaymeter.relayout.guard import guarded
 from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.relayout.layout import TensorSpec
+from relaymeter.relayout.transport import exchange_messages
 
 
 def _chain(world_size: int) -> HandSchedule:
@@ -74,3 +77,32 @@ def stop_in_a_move(
     except RelaymeterError as error:
         found["again"] = str(error)
     return found
+
+
+def die_half_sent(seat: Seat, move_limit_s: float) -> dict[str, Any] | None:
+    """Rank 1 is killed as soon as the first bytes of its large message to rank 2 are there; what rank 2 then sees."""
+    size = 1 << 30
+    tensor = torch.full((size if seat.rank else 0,), int(seat.rank == 1), dtype=torch.uint8)
+    if seat.rank == 1:
+        seat.store.set("sender", str(os.getpid()))
+    with Heartbeat(seat.store, seat.rank, seat.world_size, 0.1, 1.5, prefix="half") as heartbeat:
+        dist.barrier()
+        if seat.rank == 1:
+            exchange_messages([(2, tensor)], [], tag=1)
+        if seat.rank != 2:
+            return None
+        sender = int(seat.store.get("sender"))
+
+        def kill_in_time() -> None:
+            while not int(tensor[0]):
+                time.sleep(0.0005)
+            os.kill(sender, signal.SIGKILL)
+
+        threading.Thread(target=kill_in_time, daemon=True).start()
+        begin = time.monotonic()
+        try:
+            with guarded("the move", rank=2, time_limit_s=move_limit_s, heartbeat=heartbeat) as deadline:
+                exchange_messages([], [(1, tensor)], tag=1, deadline=deadline, poll=heartbeat.poll)
+        except RankLost as error:
+            return {"ranks": list(error.ranks), "seconds": time.monotonic() - begin, "last": int(tensor[-1])}
+    return None

@@ -36,6 +36,14 @@ def test_every_other_rank_names_the_one_that_was_lost(how: str, victim: int, exe
         assert value["again"].startswith("an earlier move over this group failed")
 
 
+def test_a_rank_that_dies_with_half_a_message_sent_is_named_long_before_the_time_limit() -> None:
+    with RankPool(3) as pool:
+        value = pool.outcomes("jobs_failure:die_half_sent", limit_s=60, move_limit_s=50)[2].value
+    assert value is not None
+    assert (value["ranks"], value["last"]) == ([1], 0)
+    assert value["seconds"] < 25
+
+
 @pytest.mark.parametrize("executor", ["send-recv", "all-to-all"])
 def test_a_rank_that_fails_for_its_own_reason_is_named_by_the_others(ranks: Ranks, executor: str) -> None:
     values = stop(ranks(4), "raise", 2, executor, own_group=True)

@@ -26,7 +26,7 @@ _LEAST_BUCKET = 4096
 _EXECUTORS = ("auto", "send-recv", "all-to-all")
 
 _EXIT_CODES = """exit codes: 0 ok; 2 bad usage, config or input; 3 a gate missed; 4 cannot decide; 5 nothing measured;
-6 wrong bits; 7 a rank was lost; 124 time limit; 1 a crash"""
+6 wrong bits; 7 a rank was lost; 124 time limit; 130 interrupted; 1 a crash"""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -30,7 +30,7 @@ from relaymeter.harness.replicas import ReplicaStorage
 from relaymeter.harness.scenario import source_ranks
 from relaymeter.harness.trainer import build_trainer, state_digest, train_steps
 from relaymeter.harness.verdict import row_verdict
-from relaymeter.harness.world import World
+from relaymeter.harness.world import World, watching
 from relaymeter.policies.choose import choose
 from relaymeter.policies.price import Price, price_loads
 from relaymeter.records import MoveRecord, median_interval
@@ -327,15 +327,6 @@ def run_job(job: RunJob, world: World, say: Say) -> Iterator[list[MoveRecord]]:
                 run.train()
             rows += run.move(planned, job.fault if number == 0 else None)
             yield rows
-
-
-def watching(world: World, what: str, lost_after_s: float = 5.0) -> Heartbeat:
-    """A heartbeat of all ranks of ``world`` for one stretch of work, whose name ``what`` is used once. Every rank."""
-    host = 0 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
-    return Heartbeat(
-        world.store, world.rank, world.world_size,
-        lost_after_s=lost_after_s, store_host=host, prefix=f"relaymeter/heartbeat/{what}",
-    )  # fmt: skip
 
 
 def _prepare(job: RunJob, world: World, ranks: Sequence[int], heartbeat: Heartbeat) -> tuple[Any | None, Layout]:

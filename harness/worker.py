@@ -15,7 +15,7 @@ from typing import Any
 
 from relaymeter.errors import EXIT_CRASH, EXIT_OK, InputError, RankLost, RelaymeterError
 from relaymeter.harness.config import CalibrateJob, RunJob, check
-from relaymeter.harness.world import World, join
+from relaymeter.harness.world import World, join, watching
 from relaymeter.records import dump_json, load_json, write_text
 
 __all__ = ["main", "work"]
@@ -59,7 +59,6 @@ def _do(job: Job, world: World, say: Callable[[str], None], keep: Callable[[dict
                 keep({"rows": [row.to_dict() for row in rows]})
         return
     from relaymeter.calibration.calibrate import run_calibration
-    from relaymeter.harness.run import watching
     from relaymeter.relayout.guard import guarded
 
     def progress(fraction: float, text: str) -> None:

@@ -32,9 +32,10 @@ from relaymeter.harness.counters import (
     port_counter,
 )
 from relaymeter.harness.launch import PLACE_VARIABLE, already_in_world
+from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["Identity", "Interface", "World", "choose_interface", "interfaces", "join", "topology_of"]
+__all__ = ["Identity", "Interface", "World", "choose_interface", "interfaces", "join", "topology_of", "watching"]
 
 _IFNAME = "GLOO_SOCKET_IFNAME"
 _LINGER_S = 5.0
@@ -132,6 +133,15 @@ class World:
                 dist.destroy_process_group()
         if 0 not in lost or self._hosts_store:  # a store whose host is frozen never answers
             _leave(self.store, "relaymeter/left", self.world_size - len(set(lost)), self._hosts_store)
+
+
+def watching(world: World, what: str, lost_after_s: float = 5.0) -> Heartbeat:
+    """A heartbeat of all ranks of ``world`` for one stretch of work, whose name ``what`` is used once. Every rank."""
+    host = 0 if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
+    return Heartbeat(
+        world.store, world.rank, world.world_size,
+        lost_after_s=lost_after_s, store_host=host, prefix=f"relaymeter/heartbeat/{what}",
+    )  # fmt: skip
 
 
 def interfaces() -> tuple[Interface, ...]:

@@ -146,7 +146,9 @@ def _wait_on_device(work: dist.Work, deadline: float | None, poll: Callable[[], 
 
 
 def break_group(group: dist.ProcessGroup | None = None) -> None:
-    """Make every wait of this process on ``group``, in any thread, fail at once. The group is unusable afterwards.
+    """Make the waits of this process on ``group``, in any thread, fail at once; the group is unusable afterwards.
+
+    Except, on gloo, a wait whose message had half arrived when its sender died (see ``_wait_beside``).
 
     On gloo a receive that times out closes all connections of the group, which its peers notice too; NCCL communicators
     are aborted. For use after a failure; safe to call twice and from another thread.

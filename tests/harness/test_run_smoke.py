@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from relaymeter.harness.box import capability
@@ -167,3 +168,24 @@ def test_two_outputs_of_one_name_and_results_in_a_file_are_refused_before_any_ra
         done = call(desk, *_RUN, *arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
         assert message in done.stderr
+
+
+def test_a_rank_that_freezes_during_calibration_is_named_by_the_others(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "relaymeter", "calibrate", "--quick", "--out", "never.json", "--nic", "400mbit"]
+    (tmp_path / "logs").mkdir()
+    with subprocess.Popen(
+        [*command, "--time-limit", "100"],
+        cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path / "logs")},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as running:  # fmt: skip
+        said = []
+        for line in running.stderr or ():
+            said.append(line)
+            if "time against size" in line and said.count(line) == 1:
+                ranks = psutil.Process(running.pid).children()
+                (victim,) = [rank for rank in ranks if rank.environ().get("RANK") == "3"]
+                victim.suspend()
+    text = "".join(said)
+    assert running.returncode == 7, text
+    assert "relaymeter: rank 3 no longer answers: the calibration stopped" in text
+    assert not (tmp_path / "never.json").exists()

@@ -9,12 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relaymeter.errors import InputError
+from relaymeter.relayout.geometry import union_volumes
 from relaymeter.relayout.planner import MovePlan
 from relaymeter.relayout.topology import Topology
 
 __all__ = ["Bound", "lower_bound"]
+
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -29,26 +33,25 @@ def lower_bound(plan: MovePlan, topology: Topology, nic_rate: Mapping[int, float
     """The largest, over nodes and directions, of distinct bytes over the sum of the node's NIC rates.
 
     ``nic_rate`` maps each NIC to payload bytes per second; ``port_rate`` is one rank's in-node rate in bytes per second
-    (None: in-node bytes bind nothing). A node must receive each distinct region it does not hold once, and send each
-    region that only it serves at least once; for in-node blocks a rank must receive them through its own port.
+    (None: in-node bytes bind nothing). A node must receive each element that it needs and does not hold once, however
+    many of its ranks need it, and send each that the plan takes from it at least once; for in-node blocks a rank must
+    receive them through its own port.
     """
     missing = sorted(set(topology.nic) - set(nic_rate))
     if missing and topology.nodes > 1:
         raise InputError(f"no payload rate for NIC {missing[0]}: calibrate this topology first")
-    world = topology.world_size
     node = topology.node_array
     receive, send = np.zeros(topology.nodes), np.zeros(topology.nodes)
-    port_in = np.zeros(world)
+    port_in = np.zeros(topology.world_size)
     for found in plan.classes:
         times = float(found.itemsize * len(found.tensors))
-        far = node[found.group_src] != found.group_node
-        np.add.at(receive, found.group_node[far], found.elements[far] * times)
+        src, dst = node[found.src_rank], node[found.dst_rank]
+        far = src != dst
         if far.any():
-            key = np.column_stack([found.group_src[far], found.region[far].view(np.int64), found.elements[far]])
-            once = np.unique(key, axis=0)
-            np.add.at(send, node[once[:, 0]], once[:, 3] * times)
+            receive += times * union_volumes(dst[far], found.lo[far], found.shape[far], topology.nodes)
+            send += times * union_volumes(src[far], found.lo[far], found.shape[far], topology.nodes)
         size = np.prod(found.shape, axis=1, dtype=np.int64) * times
-        near = (node[found.src_rank] == node[found.dst_rank]) & (found.src_rank != found.dst_rank)
+        near = ~far & (found.src_rank != found.dst_rank)
         np.add.at(port_in, found.dst_rank[near], size[near])
     best = Bound(0.0, "nothing crosses a link")
     for direction, load in (("receive", receive), ("send", send)):

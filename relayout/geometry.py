@@ -18,13 +18,19 @@ __all__ = [
     "intersect",
     "merge_dims",
     "row_major_strides",
+    "shared_address",
     "split_axis",
     "split_boxes",
+    "subtract_boxes",
+    "union_volumes",
 ]
 
 IntArray = NDArray[np.int64]
 #: Pairs that one step of ``intersect`` expands at a time, which bounds its memory.
 _PAIRS_AT_ONCE = 1 << 22
+#: Bands of an extent of at least ``_ALIGNED_FROM`` per band begin on multiples of ``_BAND_ALIGN`` elements.
+_BAND_ALIGN = 64
+_ALIGNED_FROM = 4096
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -129,6 +135,47 @@ def boxes_overlap_volume(lo: IntArray, shape: IntArray) -> int:
     return int(np.prod(size[ia < ib], axis=1, dtype=np.int64).sum())
 
 
+def shared_address(rank: IntArray, shape: IntArray, offset: IntArray, stride: IntArray) -> int | None:
+    """The first rank two of whose pieces use one element of its storage, or None. Pieces are (n), (n, nd).
+
+    Ranges of addresses that do not overlap settle most; equal descending strides are read as coordinates of one block
+    and compared as boxes; what is left is marked element by element.
+    """
+    last = offset + ((shape - 1) * stride).sum(axis=1)
+    order = np.lexsort((offset, rank))
+    rank_of, begin, end = rank[order], offset[order], last[order]
+    tight = (rank_of[1:] == rank_of[:-1]) & (begin[1:] <= end[:-1])  # intervals sorted: a neighbour overlaps first
+    for doubtful in np.unique(rank_of[1:][tight]).tolist():
+        rows = np.flatnonzero(rank == doubtful)
+        coordinates = _storage_coordinates(shape[rows], offset[rows], stride[rows])
+        if coordinates is not None:
+            if boxes_overlap_volume(coordinates, shape[rows]):
+                return int(doubtful)
+            continue
+        marks = np.zeros(int(last[rows].max()) + 1, dtype=bool)
+        for row in rows.tolist():
+            steps = stride[row] * marks.itemsize
+            view = np.lib.stride_tricks.as_strided(marks[int(offset[row]) :], shape[row].tolist(), steps.tolist())
+            if view.any():
+                return int(doubtful)
+            view[...] = True
+    return None
+
+
+def _storage_coordinates(shape: IntArray, offset: IntArray, stride: IntArray) -> IntArray | None:
+    """Where each piece begins in the block that equal, descending strides describe; None where there is no such."""
+    steps = stride[0]
+    uneven = (stride != steps).any() or (steps <= 0).any()
+    if uneven or (steps[1:] > steps[:-1]).any() or (steps[:-1] % steps[1:]).any():
+        return None
+    found = np.zeros_like(stride)
+    rest = offset.copy()
+    for axis, step in enumerate(steps.tolist()):
+        found[:, axis], rest = rest // step, rest % step
+    fits = found[:, 1:] + shape[:, 1:] <= steps[:-1] // steps[1:]
+    return found if fits.all() and not rest.any() else None
+
+
 def split_axis(shape: IntArray, parts: int) -> IntArray:
     """Axis along which to cut each box (n, nd) in ``parts``: the first long enough to cut evenly, else the longest."""
     long_enough = shape >= 16 * parts
@@ -147,12 +194,72 @@ def split_boxes(shape: IntArray, parts: int, part: int) -> tuple[IntArray, IntAr
         rows = np.arange(len(shape))
         axis = split_axis(shape, parts)
         extent = shape[rows, axis]
-        begin, end = part * extent // parts, (part + 1) * extent // parts
+        step = np.where(extent >= _ALIGNED_FROM * parts, _BAND_ALIGN, 1)
+        begin = part * extent // parts // step * step
+        end = np.where(part + 1 == parts, extent, (part + 1) * extent // parts // step * step)
         start[rows, axis] = begin
         size[rows, axis] = end - begin
     elif parts > 1 and part:
         size = np.zeros_like(shape)
     return start, size
+
+
+def subtract_boxes(
+    lo: IntArray, shape: IntArray, cut_lo: IntArray, cut_shape: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """What is left of each box (n, nd) without the part of it (n, nd) that is given: disjoint boxes.
+
+    Returns (index of the box, lo, shape) of the at most ``2 * nd`` rests of each.
+    """
+    rest_lo, rest_shape = lo.copy(), shape.copy()
+    found: list[tuple[IntArray, IntArray, IntArray]] = []
+    for axis in range(lo.shape[1]):
+        end, cut_end = rest_lo[:, axis] + rest_shape[:, axis], cut_lo[:, axis] + cut_shape[:, axis]
+        for begin, extent in ((rest_lo[:, axis], cut_lo[:, axis] - rest_lo[:, axis]), (cut_end, end - cut_end)):
+            rows = np.flatnonzero(extent > 0)
+            part_lo, part_shape = rest_lo[rows], rest_shape[rows]
+            part_lo[:, axis], part_shape[:, axis] = begin[rows], extent[rows]
+            found.append((rows, part_lo, part_shape))
+        rest_lo[:, axis], rest_shape[:, axis] = cut_lo[:, axis], cut_shape[:, axis]
+    rows = np.concatenate([part[0] for part in found]) if found else np.zeros(0, dtype=np.int64)
+    if not found:
+        return rows, lo[:0], shape[:0]
+    return rows, np.concatenate([part[1] for part in found]), np.concatenate([part[2] for part in found])
+
+
+def union_volumes(owner: IntArray, lo: IntArray, shape: IntArray, owners: int) -> NDArray[np.float64]:
+    """Elements in the union of each owner's boxes (n, nd); ``owner`` (n) is from 0 to ``owners - 1``."""
+    dims = lo.shape[1]
+    boxes = np.column_stack([owner, lo, shape])
+    boxes = boxes[np.lexsort(boxes.T[::-1])]
+    boxes = boxes[np.concatenate([[True], (boxes[1:] != boxes[:-1]).any(axis=1)])] if len(boxes) else boxes
+    owner, lo, shape = boxes[:, 0], boxes[:, 1 : dims + 1], boxes[:, dims + 1 :]
+    numel = np.prod(shape, axis=1, dtype=np.float64)
+    volume = np.bincount(owner, weights=numel, minlength=owners).astype(np.float64)
+    if not dims:
+        return volume
+    ones = np.ones((len(boxes), 1), dtype=np.int64)
+    apart = np.column_stack([owner, lo]), np.column_stack([ones, shape])
+    one, two, _, _ = intersect(*apart, *apart)
+    for tangled in np.unique(owner[one[one != two]]).tolist():
+        volume[tangled] = _union_volume(lo[owner == tangled], shape[owner == tangled])
+    return volume
+
+
+def _union_volume(lo: IntArray, shape: IntArray) -> float:
+    """Elements in the union of boxes that overlap unevenly: each adds what the ones before it left open."""
+    done_lo, done_shape = lo[:0], shape[:0]
+    for row in range(len(lo)):
+        new_lo, new_shape = lo[row : row + 1], shape[row : row + 1]
+        for other in range(len(done_lo)):
+            begin = np.maximum(new_lo, done_lo[other])
+            extent = np.minimum(new_lo + new_shape, done_lo[other] + done_shape[other]) - begin
+            meets = (extent > 0).all(axis=1)
+            _, rest_lo, rest_shape = subtract_boxes(new_lo[meets], new_shape[meets], begin[meets], extent[meets])
+            new_lo = np.concatenate([new_lo[~meets], rest_lo])
+            new_shape = np.concatenate([new_shape[~meets], rest_shape])
+        done_lo, done_shape = np.concatenate([done_lo, new_lo]), np.concatenate([done_shape, new_shape])
+    return float(np.prod(done_shape, axis=1, dtype=np.float64).sum())
 
 
 def merge_dims(shape: IntArray, src_stride: IntArray, dst_stride: IntArray) -> tuple[IntArray, IntArray, IntArray]:

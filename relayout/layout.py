@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaymeter.errors import LayoutError
-from relaymeter.relayout.geometry import boxes_overlap_volume
+from relaymeter.relayout.geometry import boxes_overlap_volume, shared_address
 
 __all__ = ["ITEMSIZE", "Layout", "Placement", "TensorSpec"]
 
@@ -63,7 +63,9 @@ class Placement:
 
     ``rank`` (n); ``lo``, ``shape`` (n, nd): the box in the logical tensor; ``offset`` (n), ``stride`` (n, nd): its
     first element and strides in the rank's storage, in elements; ``storage`` maps a rank to the elements its storage
-    holds, padding included. A scalar tensor has nd = 0.
+    holds, padding included. A scalar tensor has nd = 0. ``copy`` (n) numbers the copies of the tensor from 0 and says
+    to which of them a piece belongs (None: all to one); copies may be cut differently, and within one copy equal boxes
+    on several ranks are holders of the same part.
     """
 
     rank: IntArray
@@ -72,12 +74,18 @@ class Placement:
     offset: IntArray
     stride: IntArray
     storage: Mapping[int, int]
+    copy: IntArray | None = None
+
+    @cached_property
+    def copies(self) -> IntArray:
+        """The copy that each piece belongs to (n)."""
+        return np.zeros(len(self.rank), dtype=np.int64) if self.copy is None else self.copy
 
     @cached_property
     def signature(self) -> bytes:
-        """Equal for two placements exactly when their pieces and storages are equal."""
+        """Equal for two placements exactly when their pieces, copies and storages are equal."""
         digest = hashlib.sha256(repr((self.lo.shape, sorted(self.storage.items()))).encode())
-        for array in (self.rank, self.lo, self.shape, self.offset, self.stride):
+        for array in (self.rank, self.lo, self.shape, self.offset, self.stride, self.copies):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.digest()
 
@@ -92,24 +100,30 @@ class Placement:
 
     @cached_property
     def covers(self) -> tuple[tuple[int, ...], ...]:
-        """The holders split into groups of pieces, each of which covers the tensor exactly once: the replicas.
+        """The pieces split into groups that hold every element at most once, and of a whole layout exactly once.
 
-        Pieces that hold the same region are dealt out in order of rank; where regions have unequal numbers of holders
-        the shorter ones are dealt again, so that every piece stands in at least one cover.
+        Copy by copy: pieces of a copy that hold the same box are dealt out in order of rank; where boxes have unequal
+        numbers of holders the shorter ones are dealt again, so that every piece stands in at least one cover.
         """
-        holders: dict[bytes, list[int]] = {}
-        for index in range(len(self.rank)):
+        copies = self.copies.tolist()
+        holders: dict[int, dict[bytes, list[int]]] = {}
+        for index, copy in enumerate(copies):
             key = self.lo[index].tobytes() + self.shape[index].tobytes()
-            holders.setdefault(key, []).append(index)
-        most = max((len(found) for found in holders.values()), default=0)
-        return tuple(tuple(sorted(found[k % len(found)] for found in holders.values())) for k in range(most))
+            holders.setdefault(copy, {}).setdefault(key, []).append(index)
+        found = []
+        for copy in sorted(holders):
+            boxes = holders[copy].values()
+            most = max(len(held) for held in boxes)
+            found += [tuple(sorted(held[k % len(held)] for held in boxes)) for k in range(most)]
+        return tuple(found)
 
 
 @dataclass(frozen=True)
 class Layout:
     """A whole model's placement over the ranks. ``specs`` and ``placements`` are keyed by tensor name, in model order.
 
-    ``aliases`` maps a tied name to the name whose storage it shares; only the latter moves.
+    ``aliases`` maps a tied name to the name whose storage it shares; only the latter moves. A ``partial`` layout may
+    leave elements out, as the shards of one lost rank do; every other holds each tensor whole.
     """
 
     name: str
@@ -117,52 +131,78 @@ class Layout:
     specs: Mapping[str, TensorSpec]
     placements: Mapping[str, Placement]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
 
     def storage_bytes(self, rank: int) -> int:
         """Bytes that ``rank`` holds in this layout, padding included."""
         return sum(self.placements[n].storage.get(rank, 0) * s.itemsize for n, s in self.specs.items())
 
     def check(self) -> None:
-        """Raise LayoutError where a tensor is not covered exactly, naming tensor, rank and count. Pure, any rank."""
+        """Raise LayoutError where a tensor is not covered exactly or two parts share a place, naming tensor, rank and
+        count. Pure, any rank."""
         if set(self.specs) != set(self.placements):
             odd = sorted(set(self.specs) ^ set(self.placements))[0]
             raise LayoutError(f"layout {self.name}: tensor {odd} has no spec or no placement")
+        for alias, name in self.aliases.items():
+            if name not in self.specs or alias in self.specs:
+                why = "which moves itself" if alias in self.specs else f"but there is no {name}"
+                raise LayoutError(f"layout {self.name}: {alias} is tied to {name}, {why}")
         seen: set[tuple[tuple[int, ...], bytes]] = set()
         for name, spec in self.specs.items():
             key = (spec.shape, self.placements[name].signature)
             if key not in seen:
-                self._check_tensor(spec, self.placements[name])
+                self._check_pieces(spec, self.placements[name])
+                self._check_covers(spec, self.placements[name])
                 seen.add(key)
 
-    def _check_tensor(self, spec: TensorSpec, place: Placement) -> None:
-        where = f"layout {self.name}, tensor {spec.name} {list(spec.shape)}"
+    def _where(self, spec: TensorSpec) -> str:
+        return f"layout {self.name}, tensor {spec.name} {list(spec.shape)}"
+
+    def _check_pieces(self, spec: TensorSpec, place: Placement) -> None:
         count, dims = len(place.rank), len(spec.shape)
         if place.lo.shape != (count, dims) or place.shape.shape != (count, dims) or place.stride.shape != (count, dims):
-            raise LayoutError(f"{where}: pieces have {place.lo.shape[1]} dims, the tensor has {dims}")
+            raise LayoutError(f"{self._where(spec)}: pieces have {place.lo.shape[1]} dims, the tensor has {dims}")
+        if place.copies.shape != (count,) or place.offset.shape != (count,):
+            raise LayoutError(f"{self._where(spec)}: {count} pieces need as many offsets and copy numbers")
         full = np.asarray(spec.shape, dtype=np.int64)
-        numel = np.prod(place.shape, axis=1, dtype=np.int64)
         last = place.offset + ((place.shape - 1) * place.stride).sum(axis=1)
-        for index in range(count):
-            rank = int(place.rank[index])
-            if not 0 <= rank < self.world_size:
-                raise LayoutError(f"{where}: rank {rank} is outside the world of {self.world_size}")
-            if numel[index] <= 0:
-                raise LayoutError(f"{where}: rank {rank} holds an empty piece; leave it out instead")
-            if (place.lo[index] < 0).any() or (place.lo[index] + place.shape[index] > full).any():
-                raise LayoutError(f"{where}: rank {rank} holds a piece outside the tensor")
-            have = place.storage.get(rank, 0)
-            if place.offset[index] < 0 or last[index] >= have:
-                raise LayoutError(f"{where}: rank {rank} needs element {int(last[index])} of a storage of {have}")
+        have = np.asarray([place.storage.get(r, 0) for r in place.rank.tolist()], dtype=np.int64)
+        outside = ((place.lo < 0) | (place.lo + place.shape > full)).any(axis=1)
+        for wrong, text in (
+            ((place.rank < 0) | (place.rank >= self.world_size), "is outside the world of {world}"),
+            ((place.shape <= 0).any(axis=1), "holds an empty piece; leave it out instead"),
+            (outside, "holds a piece outside the tensor"),
+            ((place.offset < 0) | (last >= have), "needs element {last} of a storage of {have}"),
+        ):
+            if wrong.any():
+                row = int(wrong.argmax())
+                said = text.format(world=self.world_size, last=int(last[row]), have=int(have[row]))
+                raise LayoutError(f"{self._where(spec)}: rank {int(place.rank[row])} {said}")
+        clash = shared_address(place.rank, place.shape, place.offset, place.stride)
+        if clash is not None:
+            raise LayoutError(f"{self._where(spec)}: two pieces of rank {clash} use the same elements of its storage")
+
+    def _check_covers(self, spec: TensorSpec, place: Placement) -> None:
+        numel = np.prod(place.shape, axis=1, dtype=np.int64)
+        checked: set[bytes] = set()
         for number, cover in enumerate(place.covers or ((),)):
-            chosen = list(cover)
+            chosen = np.asarray(cover, dtype=np.int64)
+            boxes = np.column_stack([place.lo[chosen], place.shape[chosen]])
+            key = boxes[np.lexsort(boxes.T[::-1])].tobytes() if boxes.shape[1] else bytes(len(boxes))
+            if key in checked:
+                continue
+            checked.add(key)
             held = int(numel[chosen].sum())
             overlap = boxes_overlap_volume(place.lo[chosen], place.shape[chosen])
             missing = spec.numel - (held - overlap)
+            ranks = sorted({int(r) for r in place.rank[chosen]})
+            shown = str(ranks) if len(ranks) <= 8 else f"{len(ranks)} ranks"
             if overlap:
-                raise LayoutError(f"{where}: {overlap} elements of copy {number} are held twice")
-            if missing:
-                ranks = sorted({int(r) for r in place.rank[chosen]})
                 raise LayoutError(
-                    f"{where}: {missing} of {spec.numel} elements of copy {number} are held by no rank "
-                    f"(holders: {ranks})"
+                    f"{self._where(spec)}: {overlap} elements of copy {number} are held twice (holders: {shown})"
+                )
+            if missing and not self.partial:
+                raise LayoutError(
+                    f"{self._where(spec)}: {missing} of {spec.numel} elements of copy {number} are held by no rank "
+                    f"(holders: {shown})"
                 )

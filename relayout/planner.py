@@ -1,111 +1,60 @@
-"""Planner: two layouts of the same tensors -> the segments that carry one into the other.
+"""Planner: layouts of the same tensors -> the segments that carry one into the other.
 
-``plan_move(source, destination, topology)`` plans once per *class* (tensors of equal shape, dtype and placements) and
+``plan_move(source, destination, topology)`` plans once per *class* (tensors of equal shape, dtypes and placements) and
 keeps the class with the list of its tensors; a class's offsets count from each tensor's own storage, so instantiating
-it for another tensor changes nothing but the tensor's index. Pure NumPy; every rank gets the same plan.
+it for another tensor changes nothing but the tensor's index. Pure NumPy; every rank gets the same plan, or with
+``rank`` only what that rank has to know.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaymeter.errors import LayoutError
-from relaymeter.relayout.geometry import intersect, row_major_strides, split_boxes
+from relaymeter.relayout.classplan import ClassPlan, Rows, group_rows, label_names
+from relaymeter.relayout.geometry import row_major_strides
+from relaymeter.relayout.holders import Chosen, choose_holders
 from relaymeter.relayout.layout import IntArray, Layout, Placement, TensorSpec
+from relaymeter.relayout.own import estimate_load, own_choice
+from relaymeter.relayout.pieces import Pieces, flatten, merge, split_at_neighbours
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["ClassPlan", "MovePlan", "plan_move"]
+__all__ = ["ClassPlan", "MovePlan", "Rows", "RowsOf", "plan_move", "plan_rows"]
 
-
-@dataclass(frozen=True, eq=False)
-class ClassPlan:
-    """The direct plan of one class: segments (n) grouped by what one holder sends to the ranks of one node.
-
-    Segment columns: src_rank, dst_rank (n); lo, shape (n, nd): the region in the logical tensor; src_offset,
-    src_stride, dst_offset, dst_stride: the same region in the two storages. A *group* is one region list that one
-    holder sends to ``fanout`` ranks of one node; its segments stand together, destination rank by destination rank
-    (ascending), each with ``segments`` segments in the same order. Group columns (g): group (its id in the class), src,
-    node, fanout, segments, start (first segment), elements (of the region list, once), region (two hash words of it).
-    """
-
-    tensors: IntArray
-    itemsize: int
-    src_rank: IntArray
-    dst_rank: IntArray
-    lo: IntArray
-    shape: IntArray
-    src_offset: IntArray
-    src_stride: IntArray
-    dst_offset: IntArray
-    dst_stride: IntArray
-    group: IntArray
-    group_src: IntArray
-    group_node: IntArray
-    fanout: IntArray
-    segments: IntArray
-    start: IntArray
-    elements: IntArray
-    region: NDArray[np.uint64]
-
-    @cached_property
-    def group_of_segment(self) -> IntArray:
-        """Row of the group columns that each segment belongs to (n)."""
-        return np.repeat(np.arange(len(self.group)), self.fanout * self.segments)
-
-    def members(self, row: int) -> IntArray:
-        """Destination ranks of a group, ascending."""
-        begin = int(self.start[row])
-        return self.dst_rank[begin + np.arange(int(self.fanout[row])) * int(self.segments[row])]
-
-    def cut(self, parts: int, part: int) -> ClassPlan:
-        """The plan of band ``part`` of every region cut in ``parts``; groups that have nothing in it are left out."""
-        if parts == 1:
-            return self
-        begin, size = split_boxes(self.shape, parts, part)
-        keep = (size > 0).all(axis=1)
-        count = np.bincount(self.group_of_segment[keep], minlength=len(self.group))
-        rows = np.flatnonzero(count)
-        segments = count[rows] // self.fanout[rows]
-        start = np.concatenate([[0], np.cumsum(count[rows])[:-1]]).astype(np.int64)
-        numel = np.prod(size[keep], axis=1, dtype=np.int64)
-        total = np.bincount(self.group_of_segment[keep], weights=numel, minlength=len(self.group))[rows]
-        return ClassPlan(
-            tensors=self.tensors,
-            itemsize=self.itemsize,
-            src_rank=self.src_rank[keep],
-            dst_rank=self.dst_rank[keep],
-            lo=(self.lo + begin)[keep],
-            shape=size[keep],
-            src_offset=(self.src_offset + (begin * self.src_stride).sum(axis=1))[keep],
-            src_stride=self.src_stride[keep],
-            dst_offset=(self.dst_offset + (begin * self.dst_stride).sum(axis=1))[keep],
-            dst_stride=self.dst_stride[keep],
-            group=self.group[rows],
-            group_src=self.group_src[rows],
-            group_node=self.group_node[rows],
-            fanout=self.fanout[rows],
-            segments=segments,
-            start=start,
-            elements=(total / self.fanout[rows]).astype(np.int64),
-            region=self.region[rows],
-        )
+#: How a planner plans one class: spec (dtype of the destination), the placement in each source, that in the
+#: destination, topology -> the rows, and why another planner stood in ("" where none did).
+RowsOf = Callable[[TensorSpec, tuple[Placement, ...], Placement, Topology], tuple[Rows, str]]
 
 
 @dataclass(frozen=True, eq=False)
 class MovePlan:
-    """A whole move, planned direct: the tensors in order, their classes, and the hash of what was planned from."""
+    """A whole move, planned direct: the tensors in order, their classes, and the hash of what was planned from.
+
+    ``tensors`` are the destination's specs and ``source_tensors`` the same tensors as the sources hold them (another
+    dtype where a cast was asked for); ``sources`` counts the source layouts. ``planner`` names who planned, and
+    ``fallbacks`` says of which tensors it was another one, and why. ``rank`` is the rank whose rows these are, None for
+    all ranks'.
+    """
 
     tensors: tuple[TensorSpec, ...]
     classes: tuple[ClassPlan, ...]
     topology: Topology
     input_hash: bytes
+    source_tensors: tuple[TensorSpec, ...] = ()
+    sources: int = 1
+    planner: str = "classes"
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.source_tensors:
+            object.__setattr__(self, "source_tensors", self.tensors)
 
     @cached_property
     def group_start(self) -> IntArray:
@@ -114,158 +63,176 @@ class MovePlan:
 
     def label(self, index: int) -> str:
         """Names of a class's tensors, layer numbers as ``*``: ``model.layers.*.mlp.{gate_proj, up_proj}.weight``."""
-        names = (re.sub(r"\.\d+(?=\.)", ".*", self.tensors[int(t)].name) for t in self.classes[index].tensors)
-        return ", ".join(_fold(list(dict.fromkeys(names))))
+        return label_names([self.tensors[int(t)].name for t in self.classes[index].tensors])
 
 
-def _fold(names: list[str]) -> list[str]:
-    """Names that differ in one dotted part only are written as one, with the differing parts in braces."""
-    folded: dict[tuple[int, tuple[str, ...], int], list[str]] = {}
-    for name in names:
-        parts = name.split(".")
-        homes = [(len(parts), (*parts[:at], *parts[at + 1 :]), at) for at in range(len(parts))]
-        home = next((h for h in homes if h in folded), None) or max(
-            homes, key=lambda h: sum(h[1] == (*p[: h[2]], *p[h[2] + 1 :]) for p in (n.split(".") for n in names))
-        )
-        folded.setdefault(home, []).append(parts[home[2]])
-    return [
-        ".".join([*rest[:at], found[0] if len(found) == 1 else "{" + ", ".join(found) + "}", *rest[at:]])
-        for (_, rest, at), found in folded.items()
-    ]
+def plan_move(
+    source: Layout | Sequence[Layout],
+    destination: Layout,
+    topology: Topology,
+    *,
+    cast: Mapping[str, str] | None = None,
+    planner: str = "classes",
+    rows_of: RowsOf | None = None,
+    rank: int | None = None,
+) -> MovePlan:
+    """Plan the move of every tensor of ``destination`` out of one source layout or several that hold the same state.
 
-
-def plan_move(source: Layout, destination: Layout, topology: Topology) -> MovePlan:
-    """Plan the move of every tensor of ``destination`` out of ``source``.
-
-    Holders are preferred in this order: the destination rank itself, its node, then by turns. Raises LayoutError where
+    Holders are preferred in this order: the destination rank itself, its node, the order of the sources, then shared
+    evenly. ``cast`` names the tensors that arrive in another dtype than they leave in, with that dtype; any other
+    difference is refused. ``rank`` plans only what that rank sends and what its node receives. Raises LayoutError where
     the layouts contradict each other or a region has no holder, naming the tensor. Pure; the same on every rank.
     """
-    if source.world_size != destination.world_size or source.world_size != topology.world_size:
-        raise LayoutError(
-            f"layouts and topology disagree on the world: source {source.world_size}, destination "
-            f"{destination.world_size}, topology {topology.world_size} ranks"
-        )
-    source.check()
-    digest = hashlib.sha256(repr((source.world_size, topology.node, topology.nic)).encode())
+    sources = (source,) if isinstance(source, Layout) else tuple(source)
+    if not sources:
+        raise LayoutError(f"a move to layout {destination.name} needs at least one source layout")
+    for layout in (*sources, destination):
+        if layout.world_size != topology.world_size:
+            raise LayoutError(
+                f"layouts and topology disagree on the world: layout {layout.name} has {layout.world_size} ranks, the "
+                f"topology {topology.world_size}"
+            )
+        layout.check()
     tensors = tuple(destination.specs.values())
+    casts = dict(cast or {})
+    held = _source_specs(sources, tensors, casts)
+    digest = hashlib.sha256(repr((len(sources), topology.world_size, topology.node, topology.nic)).encode())
     classes: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(tensors):
-        have = source.specs.get(spec.name)
-        if have is None:
-            raise LayoutError(f"tensor {spec.name} is in layout {destination.name} but not in layout {source.name}")
-        if have.shape != spec.shape or have.dtype != spec.dtype:
-            raise LayoutError(
-                f"tensor {spec.name}: {source.name} has {have.dtype} {list(have.shape)}, {destination.name} has "
-                f"{spec.dtype} {list(spec.shape)}"
-            )
-        one, two = source.placements[spec.name], destination.placements[spec.name]
-        digest.update(repr((spec.name, spec.shape, spec.dtype)).encode() + one.signature + two.signature)
-        classes.setdefault((spec.shape, spec.dtype, one.signature, two.signature), []).append(index)
-    plans = tuple(
-        _plan_class(tensors, rows, source.placements, destination.placements, topology) for rows in classes.values()
-    )
-    return MovePlan(tensors, plans, topology, digest.digest())
-
-
-def _plan_class(
-    tensors: tuple[TensorSpec, ...],
-    rows: list[int],
-    source: Mapping[str, Placement],
-    destination: Mapping[str, Placement],
-    topology: Topology,
-) -> ClassPlan:
-    spec = tensors[rows[0]]
-    src, dst = source[spec.name], destination[spec.name]
-    ia, ib, lo, size = intersect(src.lo, src.shape, dst.lo, dst.shape)
-    if len(src.covers) > 1:
-        keep = _choose_holders(src.rank[ia], dst.rank[ib], ib, lo, size, topology)
-        ia, ib, lo, size = ia[keep], ib[keep], lo[keep], size[keep]
-    volume = np.bincount(ib, weights=np.prod(size, axis=1, dtype=np.int64), minlength=len(dst.rank))
-    wanted = np.prod(dst.shape, axis=1, dtype=np.int64)
-    if (volume != wanted).any():
-        bad = int(np.flatnonzero(volume != wanted)[0])
-        raise LayoutError(
-            f"tensor {spec.name}: rank {int(dst.rank[bad])} needs {int(wanted[bad])} elements, the source offers "
-            f"{int(volume[bad])}"
+        name = spec.name
+        key: tuple[object, ...] = (
+            spec.shape,
+            spec.dtype,
+            held[index].dtype,
+            destination.placements[name].signature,
+            *(layout.placements[name].signature if name in layout.specs else b"" for layout in sources),
         )
-    flat = lo @ np.asarray(row_major_strides(spec.shape), dtype=np.int64)
-    src_rank, dst_rank = src.rank[ia], dst.rank[ib]
-    order, columns, region = _group(src_rank, dst_rank, flat, lo, size, topology)
-    ia, ib, lo, size = ia[order], ib[order], lo[order], size[order]
-    return ClassPlan(
-        tensors=np.asarray(rows, dtype=np.int64),
-        itemsize=spec.itemsize,
-        src_rank=src_rank[order],
-        dst_rank=dst_rank[order],
-        lo=lo,
-        shape=size,
-        src_offset=src.offset[ia] + ((lo - src.lo[ia]) * src.stride[ia]).sum(axis=1),
-        src_stride=src.stride[ia],
-        dst_offset=dst.offset[ib] + ((lo - dst.lo[ib]) * dst.stride[ib]).sum(axis=1),
-        dst_stride=dst.stride[ib],
-        group=columns[0],
-        group_src=columns[1],
-        group_node=columns[2],
-        fanout=columns[3],
-        segments=columns[4],
-        start=columns[5],
-        elements=columns[6],
-        region=region,
+        classes.setdefault(key, []).append(index)
+    for number, (key, members) in enumerate(classes.items()):
+        digest.update(repr((number, key)).encode())
+        digest.update("\n".join(f"{index} {tensors[index].name}" for index in members).encode())
+    plans, fallbacks = [], {}
+    for members in classes.values():
+        spec = tensors[members[0]]
+        places = tuple(layout.placements.get(spec.name, _nothing(spec)) for layout in sources)
+        target = destination.placements[spec.name]
+        _check_writable(destination.name, spec, target)
+        load = None
+        if rank is not None:
+            rows, load = _own_rows(spec, places, target, topology, rank)
+            reason = ""
+        else:
+            rows, reason = (rows_of or plan_rows)(spec, places, target, topology)
+        if reason:
+            fallbacks.update(dict.fromkeys((tensors[index].name for index in members), reason))
+        steps = row_major_strides(spec.shape) if rows.lo.shape[1] == len(spec.shape) else (1,)
+        plans.append(group_rows(members, spec.itemsize, rows, np.asarray(steps, dtype=np.int64), topology, load))
+    return MovePlan(
+        tensors=tensors,
+        classes=tuple(plans),
+        topology=topology,
+        input_hash=digest.digest(),
+        source_tensors=held,
+        sources=len(sources),
+        planner=planner,
+        fallbacks=fallbacks,
+        rank=rank,
     )
 
 
-def _choose_holders(
-    src_rank: IntArray, dst_rank: IntArray, piece: IntArray, lo: IntArray, size: IntArray, topology: Topology
-) -> IntArray:
-    """Of the hits that offer one region to one destination piece, the row of the preferred holder (ascending rows)."""
-    node = topology.node_array
-    distance = np.where(src_rank == dst_rank, 0, np.where(node[src_rank] == node[dst_rank], 1, 2))
-    turn = (src_rank - dst_rank) % topology.world_size
-    keys = [turn, distance, *size.T[::-1], *lo.T[::-1], piece]
-    order = np.lexsort(keys)
-    region = np.column_stack([piece, lo, size])[order]
-    first = np.concatenate([[True], (region[1:] != region[:-1]).any(axis=1)])
-    return np.sort(order[first])
+def plan_rows(
+    spec: TensorSpec, sources: tuple[Placement, ...], destination: Placement, topology: Topology
+) -> tuple[Rows, str]:
+    """Plan one class by intersecting the pieces. Raises LayoutError where a rank needs what no source holds."""
+    src, dst = _prepare(spec, sources, destination, topology)
+    chosen = choose_holders(src, dst, topology.node_array, spec.itemsize, f"tensor {spec.name}")
+    return _rows(src, dst, chosen), ""
 
 
-_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)
+def _own_rows(
+    spec: TensorSpec, sources: tuple[Placement, ...], destination: Placement, topology: Topology, rank: int
+) -> tuple[Rows, NDArray[np.float64]]:
+    """Rows that reach the node of ``rank`` or leave ``rank``, and the load that one tensor puts on every rank."""
+    src, dst = _prepare(spec, sources, destination, topology)
+    chosen = own_choice(src, dst, topology.node_array, rank, spec.itemsize, f"tensor {spec.name}")
+    return _rows(src, dst, chosen), estimate_load(src, dst, topology, spec.itemsize)
 
 
-def _region_words(rows: IntArray) -> NDArray[np.uint64]:
-    """Two 64-bit hash words for each row of integers (n, c) -> (n, 2)."""
-    words = np.broadcast_to(_MIX, (len(rows), 2)).copy()
-    for column in rows.T.astype(np.uint64):
-        words = (words ^ column[:, None]) * np.uint64(0xFF51AFD7ED558CCD) + _MIX
-        words ^= words >> np.uint64(29)
-    return words
+def _prepare(
+    spec: TensorSpec, sources: tuple[Placement, ...], destination: Placement, topology: Topology
+) -> tuple[Pieces, Pieces]:
+    src, dst = merge(sources), merge((destination,))
+    flat_src, flat_dst = flatten(src, spec.shape), flatten(dst, spec.shape)
+    if flat_src is not None and flat_dst is not None:
+        src, dst = flat_src, flat_dst
+    return src, split_at_neighbours(dst, topology.node_array)
 
 
-def _group(
-    src_rank: IntArray, dst_rank: IntArray, flat: IntArray, lo: IntArray, size: IntArray, topology: Topology
-) -> tuple[IntArray, tuple[IntArray, ...], NDArray[np.uint64]]:
-    """Order of the segments by (group, destination, flat position), the group columns of ClassPlan, and ``region``."""
-    order = np.lexsort((flat, dst_rank, src_rank))
-    src, dst = src_rank[order], dst_rank[order]
-    edge = (
-        np.flatnonzero(np.concatenate([[True], (src[1:] != src[:-1]) | (dst[1:] != dst[:-1])])) if len(src) else order
+def _rows(src: Pieces, dst: Pieces, chosen: Chosen) -> Rows:
+    return Rows(
+        src_rank=src.rank[chosen.src],
+        dst_rank=dst.rank[chosen.dst],
+        src_space=src.space[chosen.src],
+        lo=chosen.lo,
+        shape=chosen.shape,
+        src_offset=src.address(chosen.src, chosen.lo),
+        src_stride=src.stride[chosen.src],
+        dst_offset=dst.address(chosen.dst, chosen.lo),
+        dst_stride=dst.stride[chosen.dst],
     )
-    count = np.diff(np.append(edge, len(src)))
-    words = _region_words(np.column_stack([lo, size]))[order]
-    block_words = np.add.reduceat(words, edge, axis=0) if len(edge) else words
-    node = topology.node_array[dst[edge]]
-    numel = np.prod(size, axis=1, dtype=np.int64)[order]
-    volume = np.add.reduceat(numel, edge) if len(edge) else numel
-    key = np.column_stack([src[edge], node, count, volume, block_words.view(np.int64)])
-    unique, group = np.unique(key, axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    position = np.lexsort((dst[edge], group))
-    lengths = count[position]
-    begin = np.cumsum(lengths) - lengths
-    inner = np.arange(len(src)) - np.repeat(begin, lengths)
-    final = order[np.repeat(edge[position], lengths) + inner]
-    fanout = np.bincount(group, minlength=len(unique)).astype(np.int64)
-    sizes = fanout * unique[:, 2]
-    start = (np.cumsum(sizes) - sizes).astype(np.int64)
-    numbers = np.arange(len(unique), dtype=np.int64)
-    columns = (numbers, unique[:, 0], unique[:, 1], fanout, unique[:, 2], start, unique[:, 3])
-    return final, columns, np.ascontiguousarray(unique[:, 4:6]).view(np.uint64)
+
+
+def _nothing(spec: TensorSpec) -> Placement:
+    """A placement of no pieces: of a tensor that a source does not have."""
+    flat, wide = np.zeros(0, dtype=np.int64), np.zeros((0, len(spec.shape)), dtype=np.int64)
+    return Placement(flat, wide, wide, flat, wide, {})
+
+
+def _source_specs(
+    sources: Sequence[Layout], tensors: Sequence[TensorSpec], casts: Mapping[str, str]
+) -> tuple[TensorSpec, ...]:
+    """Each tensor as the sources hold it. Raises LayoutError where they differ in more than a cast that was named."""
+    names = {spec.name for spec in tensors}
+    unknown = sorted(set(casts) - names)
+    if unknown:
+        raise LayoutError(f"cast names tensor {unknown[0]}, which does not move")
+    found = []
+    for spec in tensors:
+        first: TensorSpec | None = None
+        for layout in sources:
+            have = layout.specs.get(spec.name)
+            if have is None:
+                continue
+            if have.shape != spec.shape or (first is not None and have.dtype != first.dtype):
+                other = spec if first is None or have.shape != spec.shape else first
+                raise LayoutError(
+                    f"tensor {spec.name}: {layout.name} has {have.dtype} {list(have.shape)}, another layout of the "
+                    f"move {other.dtype} {list(other.shape)}"
+                )
+            first = first or have
+        if first is None:
+            where = " and ".join(layout.name for layout in sources)
+            raise LayoutError(f"tensor {spec.name} is in the destination layout but not in layout {where}")
+        asked = casts.get(spec.name, first.dtype)
+        if asked != spec.dtype:
+            raise LayoutError(
+                f"tensor {spec.name} leaves as {first.dtype} and arrives as {spec.dtype}: name the cast "
+                f"({spec.name} to {spec.dtype}) or give both sides one dtype"
+            )
+        found.append(first)
+    return tuple(found)
+
+
+def _check_writable(layout: str, spec: TensorSpec, place: Placement) -> None:
+    """Raise LayoutError where two elements of one destination piece have one address."""
+    order = np.argsort(place.stride, axis=1)
+    stride = np.take_along_axis(place.stride, order, axis=1)
+    shape = np.take_along_axis(place.shape, order, axis=1)
+    reach = np.cumsum((shape - 1) * stride, axis=1) - (shape - 1) * stride
+    folded = ((stride <= reach) & (shape > 1)).any(axis=1)
+    if folded.any():
+        row = int(folded.argmax())
+        raise LayoutError(
+            f"layout {layout}, tensor {spec.name} {list(spec.shape)}: strides {place.stride[row].tolist()} of rank "
+            f"{int(place.rank[row])} put several elements on one address; a destination cannot hold them"
+        )

@@ -1,6 +1,6 @@
 """Routes: direct, relay and spread as stages of segments, and the groups of blocks among which they are chosen.
 
-A group is one region that one holder sends to ``fanout`` destination ranks of one node. Each route turns a group into
+A group is what one holder sends to the same ``fanout`` destination ranks of one node. Each route turns a group into
 transfers of stage one and two: *direct* sends it to each rank; *relay* sends it once, to a hub among them, which copies
 it to the others; *spread* gives each of them a band and has them exchange the bands. A further route is one more
 function in ``_ROUTE_TRANSFERS``; its price follows from its transfers. Pure NumPy.
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from relaymeter.relayout.geometry import merge_dims, split_boxes
 from relaymeter.relayout.planner import ClassPlan, MovePlan
-from relaymeter.relayout.segments import FROM_DESTINATION, FROM_SOURCE
+from relaymeter.relayout.segments import FROM_DESTINATION
 from relaymeter.relayout.topology import Topology
 
 __all__ = ["DIRECT", "RELAY", "ROUTES", "SPREAD", "BlockClass", "BlockGroups", "Transfers", "block_groups", "transfers"]
@@ -168,7 +168,7 @@ class _Builder:
         offset = offset + (begin * stride).sum(axis=1)
         target = plan.dst_offset[dst] + (begin * plan.dst_stride[dst]).sum(axis=1)
         ones = np.ones(len(dst), dtype=np.int64)
-        space = ones * (FROM_SOURCE if src is None else FROM_DESTINATION)
+        space = plan.src_space[dst] if src is None else ones * FROM_DESTINATION
         columns = [group, ones * hub, ones * stage, rank, plan.dst_rank[dst], space, offset, target]
         keep = (size > 0).all(axis=1)
         self.rows.append([c[keep] for c in [*columns, size, stride, plan.dst_stride[dst]]])

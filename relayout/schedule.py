@@ -69,11 +69,23 @@ class Schedule:
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """TensorSpec of every tensor, indexed by SegmentTable.tensor."""
+        """TensorSpec of every tensor as it arrives, indexed by SegmentTable.tensor."""
         return self.plan.tensors
 
+    @property
+    def source_tensors(self) -> tuple[TensorSpec, ...]:
+        """TensorSpec of every tensor as it leaves: of another dtype where a cast was asked for."""
+        return self.plan.source_tensors
+
+    @property
+    def sources(self) -> int:
+        """Source layouts of the move."""
+        return self.plan.sources
+
     def segments_for(self, rank: int) -> SegmentTable:
-        """Rows that ``rank`` sends or receives, in canonical order."""
+        """Rows that ``rank`` sends or receives, in canonical order. Raises InputError where they were not planned."""
+        if self.plan.rank not in (None, rank):
+            raise InputError(f"this plan holds the rows of rank {self.plan.rank}, not of rank {rank}")
         return self._segments(rank)
 
     @cached_property
@@ -276,16 +288,19 @@ def build_schedule(
             code = codes[index][band.group]
             hub = np.zeros((len(tensor), len(band.group)), dtype=np.int16)
             units.append(_Unit(band, code, tensor, bucket, hub))
-    _balance_hubs(units, topology, buckets)
-    two_stages = any(bool((unit.route != DIRECT).any()) for unit in units)
+    _balance_hubs(units, topology, buckets, plan.rank is not None)
+    # of its own rows alone a rank cannot tell whether others relay: a second stage is allowed for
+    two_stages = plan.rank is not None or any(bool((unit.route != DIRECT).any()) for unit in units)
     digest = hashlib.sha256(repr((_VERSION, bucket_bytes, topology.node, topology.nic)).encode() + plan.input_hash)
-    for code in codes:
+    for code in codes if plan.rank is None else []:  # of its own rows alone a rank sees other groups than the next
         digest.update(code.tobytes())
     return Schedule(plan, topology, bucket_bytes, buckets, buckets + int(two_stages), tuple(units), digest.digest())
 
 
 def _rank_loads(plan: ClassPlan, topology: Topology) -> NDArray[np.float64]:
     """Bytes that one tensor of the class sends from each rank, then brings to each rank (2 * world)."""
+    if plan.load is not None:
+        return plan.load
     world = topology.world_size
     size = np.prod(plan.shape, axis=1, dtype=np.int64) * float(plan.itemsize)
     size = np.where(plan.src_rank == plan.dst_rank, 0.0, size)
@@ -314,10 +329,17 @@ def _fill_buckets(
     return arrays, bucket + 1
 
 
-def _balance_hubs(units: list[_Unit], topology: Topology, buckets: int) -> None:
-    """Choose the hub of every relayed group so that each bucket's bytes are balanced over the NICs of the node."""
+def _balance_hubs(units: list[_Unit], topology: Topology, buckets: int, own: bool) -> None:
+    """Choose the hub of every relayed group so that each bucket's bytes are balanced over the NICs of the node.
+
+    Where a rank planned its ``own`` rows only, the members of a group are hub in turn instead, by tensor and holder.
+    """
     relayed = [unit for unit in units if (unit.route == RELAY).any()]
     if not relayed:
+        return
+    if own:
+        for unit in relayed:
+            unit.hub[:] = (unit.tensor[:, None] + unit.plan.group_src[None, :]) % unit.plan.fanout[None, :]
         return
     world, node = topology.world_size, topology.node_array
     start = np.zeros((buckets, world))

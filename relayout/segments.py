@@ -12,13 +12,28 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DIRECT_MIN_BYTES", "FROM_DESTINATION", "FROM_SOURCE", "PART_ALIGN", "RoundLoads", "SegmentTable"]
+__all__ = [
+    "DIRECT_MIN_BYTES",
+    "FROM_DESTINATION",
+    "FROM_SOURCE",
+    "PART_ALIGN",
+    "RoundLoads",
+    "SegmentTable",
+    "source_space",
+]
 
 IntArray = NDArray[np.int64]
 
-#: ``src_space``: the segment reads the source layout's storage, or (stage two) the destination's own on a hub.
+#: ``src_space``: the segment reads the first source layout's storage, or (stage two) the destination's own on a hub.
+#: Further source layouts of a move follow, see ``source_space``.
 FROM_SOURCE = 0
 FROM_DESTINATION = 1
+
+
+def source_space(layout: int) -> int:
+    """The ``src_space`` of source layout ``layout`` (0 the first) of a move out of several."""
+    return layout + 1 if layout else FROM_SOURCE
+
 
 #: A segment of at least this many bytes that is one run on both sides travels as a message of its own, without packing.
 DIRECT_MIN_BYTES = 65536
@@ -38,10 +53,11 @@ class SegmentTable:
 
     tensor (n): index into the schedule's tensors. round (n): the exchange in which the segment travels. stage (n): 1
     or 2. src_rank, dst_rank (n): equal for a copy inside a rank, which never enters a message. src_space (n):
-    FROM_SOURCE or FROM_DESTINATION; the target is always the destination's storage. src_offset, dst_offset (n): first
-    element in the (rank, tensor) storage. shape, src_stride, dst_stride (n, k): outermost dim first, unused leading
-    dims have shape 1 and stride 0. Neighbouring dims that are contiguous on both sides are merged, so a segment is
-    contiguous on a side exactly when its last dim holds everything and has stride 1 there.
+    FROM_SOURCE, FROM_DESTINATION or a further ``source_space``; the target is always the destination's storage.
+    src_offset, dst_offset (n): first element in the (rank, tensor) storage. shape, src_stride, dst_stride (n, k):
+    outermost dim first, unused leading dims have shape 1 and stride 0. Neighbouring dims that are contiguous on both
+    sides are merged, so a segment is contiguous on a side exactly when its last dim holds everything and has stride 1
+    there.
 
     Rows are in canonical order, the order in which both ends lay the parts of a message: round, src_rank, dst_rank,
     stage, tensor, then the planner's order.

@@ -39,8 +39,13 @@ def storages(layout: Layout, whole: Mapping[str, NDArray[np.int64]] | None) -> S
     return out
 
 
-def execute(schedule: Schedule, source: Storages, destination: Storages) -> None:
-    """Runs all segments round by round; all reads of a round happen before its writes, as across real ranks."""
+def execute(schedule: Schedule, source: Storages | list[Storages], destination: Storages) -> None:
+    """Runs all segments round by round; all reads of a round happen before its writes, as across real ranks.
+
+    ``source`` is one set of storages for each source layout.
+    """
+    first, *others = [source] if isinstance(source, dict) else source
+    spaces = [first, destination, *others]
     table = schedule.all_segments
     names = [spec.name for spec in schedule.plan.tensors]
 
@@ -55,7 +60,7 @@ def execute(schedule: Schedule, source: Storages, destination: Storages) -> None
         for row in np.flatnonzero(table.round == number).tolist():
             name = names[int(table.tensor[row])]
             shape = table.shape[row].tolist()
-            space = (source, destination)[int(table.src_space[row])]
+            space = spaces[int(table.src_space[row])]
             read = view(
                 space[int(table.src_rank[row]), name], int(table.src_offset[row]), shape, table.src_stride[row].tolist()
             )

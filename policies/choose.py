@@ -19,7 +19,7 @@ from relaymeter.policies.fixed import fixed_route
 from relaymeter.policies.price import Price, Pricer
 from relaymeter.policies.thresholds import Threshold, find_thresholds, possible_fanouts
 from relaymeter.relayout.bounds import lower_bound
-from relaymeter.relayout.planner import ClassPlan, MovePlan
+from relaymeter.relayout.planner import MovePlan
 from relaymeter.relayout.routes import DIRECT, ROUTES, BlockGroups, block_groups
 from relaymeter.relayout.schedule import build_schedule
 from relaymeter.relayout.topology import Topology
@@ -274,22 +274,8 @@ class _Search:
         whole = self.plan.classes[which]
         local = rows - int(self.plan.group_start[which])
         tensors = tuple(self.plan.tensors[int(t)] for t in whole.tensors)
-        return MovePlan(tensors, (_select(whole, local, len(tensors)),), self.topology, self.plan.input_hash)
-
-
-def _select(plan: ClassPlan, rows: NDArray[np.int64], tensors: int) -> ClassPlan:
-    keep = np.isin(plan.group_of_segment, rows)
-    count = (plan.fanout * plan.segments)[rows]
-    columns = ("src_rank", "dst_rank", "lo", "shape", "src_offset", "src_stride", "dst_offset", "dst_stride")
-    per_group = ("group_src", "group_node", "fanout", "segments", "elements", "region")
-    return replace(
-        plan,
-        tensors=np.arange(tensors, dtype=np.int64),
-        group=np.arange(len(rows), dtype=np.int64),
-        start=(np.cumsum(count) - count).astype(np.int64),
-        **{name: getattr(plan, name)[keep] for name in columns},
-        **{name: getattr(plan, name)[rows] for name in per_group},
-    )
+        alone = replace(whole.only(local), tensors=np.arange(len(tensors), dtype=np.int64))
+        return MovePlan(tensors, (alone,), self.topology, self.plan.input_hash)
 
 
 def _itemsize(groups: BlockGroups) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -86,6 +86,22 @@ class ClassPlan:
         """Destination ranks of a group, ascending."""
         begin = int(self.start[row])
         return self.dst_rank[begin + np.arange(int(self.fanout[row])) * int(self.segments[row])]
+
+    def only(self, rows: IntArray) -> ClassPlan:
+        """The plan of these groups alone (ascending), numbered anew."""
+        keep = np.isin(self.group_of_segment, rows)
+        count = (self.fanout * self.segments)[rows]
+        return replace(
+            self,
+            **{column.name: getattr(self, column.name)[keep] for column in fields(Rows)},
+            group=np.arange(len(rows), dtype=np.int64),
+            group_src=self.group_src[rows],
+            group_node=self.group_node[rows],
+            fanout=self.fanout[rows],
+            segments=self.segments[rows],
+            start=np.cumsum(count) - count,
+            elements=self.elements[rows],
+        )
 
     def cut(self, parts: int, part: int) -> ClassPlan:
         """The plan of band ``part`` of every region cut in ``parts``; groups that have nothing in it are left out."""

@@ -27,7 +27,9 @@ IntArray = NDArray[np.int64]
 
 #: Bytes that a bucket may send from, or bring to, any one rank when moved direct.
 DEFAULT_BUCKET_BYTES = 8 << 20
-_VERSION = "relaymeter-schedule-1"
+#: Buckets that take in tensors at a time.
+_OPEN_BUCKETS = 8
+_VERSION = "relaymeter-schedule-2"
 _EXECUTORS = ("send-recv", "all-to-all")
 
 
@@ -311,22 +313,32 @@ def _rank_loads(plan: ClassPlan, topology: Topology) -> NDArray[np.float64]:
 def _fill_buckets(
     class_of: IntArray, loads: list[list[NDArray[np.float64]]], bucket_bytes: int, width: int
 ) -> tuple[dict[tuple[int, int], tuple[IntArray, IntArray]], int]:
-    """Put bands of tensors into buckets in order; one closes before any rank's load would pass ``bucket_bytes``."""
+    """Put bands of tensors, in order, into the first of the open buckets where no rank's load passes ``bucket_bytes``.
+
+    Several are open, so that tensors that go one way and later ones that come back share their rounds. Gives for each
+    (class, band) its tensors and their buckets, ascending.
+    """
     placed: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for index, bands in enumerate(loads):
-        for part in range(len(bands)):
-            placed[index, part] = ([], [])
-    bucket, filled = 0, np.zeros(width)
+    earliest: dict[tuple[int, int], int] = {}  # a band that once found a bucket too full always will
+    filled = [np.zeros(width)]
     for tensor, index in enumerate(class_of.tolist()):
         for part, load in enumerate(loads[index]):
-            grown = filled + load
-            if grown.max(initial=0) > bucket_bytes and filled.max(initial=0) > 0:
-                bucket, grown = bucket + 1, load
-            filled = grown
-            placed[index, part][0].append(tensor)
-            placed[index, part][1].append(bucket)
+            key = (index, part)
+            bucket = max(earliest.get(key, 0), len(filled) - _OPEN_BUCKETS)
+            while bucket < len(filled):
+                room = filled[bucket]
+                if (room + load).max(initial=0) <= bucket_bytes or not room.any():
+                    break
+                bucket += 1
+            if bucket == len(filled):
+                filled.append(np.zeros(width))
+            filled[bucket] += load
+            earliest[key] = bucket
+            tensors, buckets = placed.setdefault(key, ([], []))
+            tensors.append(tensor)
+            buckets.append(bucket)
     arrays = {key: (np.asarray(t, dtype=np.int64), np.asarray(b, dtype=np.int64)) for key, (t, b) in placed.items()}
-    return arrays, bucket + 1
+    return arrays, len(filled)
 
 
 def _balance_hubs(units: list[_Unit], topology: Topology, buckets: int, own: bool) -> None:

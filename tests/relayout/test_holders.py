@@ -70,7 +70,7 @@ def test_any_two_sources_fill_the_destination_or_are_refused(move, data):
     whole = whole_tensors(source)
     held = [storages(layout, whole) for layout in sources]
     covered = {
-        name: np.zeros(spec.shape, dtype=bool) for name, spec in destination.specs.items()
+        name: np.zeros(spec.shape, dtype=bool) for name, spec in source.specs.items()
     }  # element by element, what any source holds
     for layout in sources:
         for name, place in layout.placements.items():

@@ -170,3 +170,23 @@ def test_a_route_array_of_the_wrong_length_or_code_is_refused():
     for bad in (np.zeros(1, dtype=np.int8), np.full(2, 9, dtype=np.int8)):
         with pytest.raises(InputError, match="a route array of 2 codes from 0 to 2"):
             build_schedule(schedule.plan, schedule.topology, bad)
+
+
+def test_tensors_that_swap_sides_share_their_rounds():
+    """Stage 0 on node 0 and stage 1 on node 1 change places: both directions are busy in every round."""
+    topology = Topology.grid(2, 1)
+    specs = specs_of(**{f"w{i}": (64, 32) for i in range(24)})
+
+    def stages(first: int) -> Layout:
+        whole = [
+            tensor_parallel_layout(specs, dict.fromkeys(specs, Cut(0)), [(rank,)], 2) for rank in (first, 1 - first)
+        ]
+        places = {name: whole[index >= 12].placements[name] for index, name in enumerate(specs)}
+        return Layout(f"stages from {first}", 2, specs, places)
+
+    plan = plan_move(stages(0), stages(1), topology)
+    schedule = build_schedule(plan, topology, block_groups(plan, topology).uniform(DIRECT), 3 * 4096)
+    assert schedule.rounds == 4
+    sent = np.zeros((4, 2))
+    np.add.at(sent, (schedule.all_segments.round, schedule.all_segments.src_rank), 4096)
+    assert sent.tolist() == [[3 * 4096] * 2] * 4

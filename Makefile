@@ -1,5 +1,6 @@
 # make demo: the main job on a two-node cluster in a box, ending with its table. make test: the tests.
-# Both make .venv and install the locked dependencies first. make PYTHON=python3.12 ... picks another interpreter.
+# make bench: speed and memory, each figure beside its peer (ARGS="--only planning" for a part). All make .venv and
+# install the locked dependencies first. make PYTHON=python3.12 ... picks another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +37,7 @@ test: setup
 	$(BIN)/pytest $(ARGS)
 
 bench: setup
-	$(BIN)/python -m relaymeter.harness.bench
+	$(BIN)/python -m relaymeter.harness.bench $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,121 +1,112 @@
-"""Benchmarks: how long planning takes, and what a two-way exchange costs against a one-way one.
+"""Benchmarks: how fast the system plans and moves, and how much memory that takes, each figure beside its peer.
 
-``python -m relaymeter.harness.bench`` prints both; returns 3 where a bar is missed: planning the largest scenario on
-128 ranks takes at most 10 s, a two-way exchange by send-recv at most 1.1 of a one-way one. The exchange runs on two
-ranks of a cluster in a box, or on loopback where the machine makes none.
+``python -m relaymeter.harness.bench`` (``make bench``) runs every part, prints a table each and ends with the bars that
+were missed; exit code 3 then. It takes a few minutes; other programs on the machine disturb it.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import platform
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK
-from relaymeter.harness.launch import ClusterSpec, launch
-from relaymeter.harness.moves import plan_scenario
-from relaymeter.harness.scenario import load_scenario
-from relaymeter.records import dump_json, load_json, write_text
-from relaymeter.relayout.topology import Topology
-from relaymeter.units import format_seconds
+from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK, EXIT_WRONG_BITS, RelaymeterError
+from relaymeter.harness import bench_execution, bench_planning, bench_scale
+from relaymeter.harness.bench_execution import PartFailed
+from relaymeter.harness.bench_report import Figure, Found, Say, figures_table, missed, report_dict
+from relaymeter.records import check_target, dump_json, write_text
 
-__all__ = ["main"]
+__all__ = ["PARTS", "main"]
 
-_CASES = (("demo", 2, 2), ("qwen3-0.6b", 2, 8), ("qwen3-8b", 4, 8), ("qwen3-32b", 16, 8))
-_PLAN_LIMIT_S = 10.0
-_TWO_WAY_LIMIT = 1.1
-_BYTES = 4 << 20
-_RATE_BYTES_PER_S = 50e6
+#: By name, in the order in which they run: what the part is about, and the part.
+PARTS: dict[str, tuple[str, Callable[[Say, bool], Found]]] = {
+    "planning": ("planning, beside DeepSpeed's plan_transfer", bench_planning.planning),
+    "scale": ("one rank's plan of a trillion-parameter mixture-of-experts model", bench_scale.scale),
+    "shaped": ("execution across nodes: 2 x 2 ranks in a box, 400 Mbit/s each", bench_execution.shaped),
+    "local": ("execution inside one machine, beside gather-then-slice", bench_execution.local),
+    "memory": ("peak memory of a move, beside what was predicted", bench_execution.memory),
+}
 
+_EPILOG = """example:
+  python -m relaymeter.harness.bench --only planning --only local --json bench.json
 
-def _planning(console: Console) -> bool:
-    """Plan and schedule every move of the larger scenarios by every route; whether the slowest is within its bar."""
-    table = Table("scenario", "ranks", "moves", "plan and schedule", title="planning", title_justify="left")
-    worst = 0.0
-    for name, nodes, ranks_per_node in _CASES:
-        begin = time.perf_counter()
-        moves = plan_scenario(load_scenario(name), Topology.grid(nodes, ranks_per_node))
-        for move in moves:
-            for codes in move.uniform().values():
-                move.schedule(codes)[0].loads("send-recv")
-        took = time.perf_counter() - begin
-        worst = max(worst, took)
-        table.add_row(name, f"{nodes}x{ranks_per_node}", str(len(moves)), format_seconds(took))
-    console.print(table)
-    return worst <= _PLAN_LIMIT_S
+exit codes: 0 all bars met; 2 bad usage; 3 a bar missed, or a part did not end; 6 wrong bits; 130 interrupted"""
 
 
-def _exchanges(console: Console) -> bool:
-    """One-way and two-way exchanges between two nodes; whether send-recv is within its bar."""
-    with tempfile.TemporaryDirectory(prefix="relaymeter-bench-") as folder:
-        result = Path(folder) / "result.json"
-        cluster = ClusterSpec(nodes=2, ranks_per_node=1, nic_rate_bytes_per_s=_RATE_BYTES_PER_S)
-        ended = launch(
-            ["--rank-result", str(result)],
-            cluster,
-            time_limit_s=120.0,
-            log_dir=Path(folder),
-            module="relaymeter.harness.bench",
-        )
-        if ended.exit_code != EXIT_OK:
-            return False
-        found = load_json(result, "result")
-    where = "shaped box" if ended.in_box else "loopback"
-    table = Table(
-        "executor", "one way", "two ways", "ratio", title=f"{_BYTES >> 20} MiB, {where}", title_justify="left"
+def _parser() -> argparse.ArgumentParser:
+    about = "\n".join(f"  {name:9} {text}" for name, (text, _) in PARTS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m relaymeter.harness.bench",
+        description=f"Run the benchmarks and hold each figure against its bar. Parts:\n{about}",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    for executor, (one, two) in found.items():
-        table.add_row(executor, format_seconds(one), format_seconds(two), f"{two / one:.3f}")
-    console.print(table)
-    one, two = found["send-recv"]
-    return bool(two <= _TWO_WAY_LIMIT * one)
-
-
-def _rank(result: Path) -> int:
-    """The ranks' part of the exchanges: medians by executor, written by rank 0."""
-    import numpy as np
-
-    from relaymeter.calibration.measure import RankExchange
-    from relaymeter.harness.world import join
-    from relaymeter.relayout.transport import EXECUTORS
-
-    world = join(60.0)
-    exchange = RankExchange(world)
-    found = {}
-    for executor in EXECUTORS:
-        one = np.asarray([[0, _BYTES], [0, 0]], dtype=np.int64)
-        exchange.connect(executor)
-        samples = [exchange.measure(matrix, executor).times_s for matrix in (one, one + one.T)]
-        found[executor] = [statistics.median(times) for times in samples]
-    if world.rank == 0:
-        write_text(result, dump_json(found))
-    world.close()
-    return EXIT_OK
+    parser.add_argument(
+        "--only", action="append", choices=tuple(PARTS), metavar="PART", help="run this part alone (may be repeated)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure with its raw samples")
+    parser.add_argument("--force", action="store_true", help="replace FILE where it exists")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small inputs and few repeats, no bars: only to see that everything runs"
+    )
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks and return the exit code (as a rank: its part of them)."""
-    parser = argparse.ArgumentParser(prog="python -m relaymeter.harness.bench", description="Run the benchmarks.")
-    parser.add_argument("--rank-result", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.rank_result is not None:
-        return _rank(options.rank_result)
-    console = Console(highlight=False)
-    missed = []
-    if not _planning(console):
-        missed.append(f"planning took more than {_PLAN_LIMIT_S:g} s")
-    if not _exchanges(console):
-        missed.append(f"a two-way exchange took more than {_TWO_WAY_LIMIT:g} of a one-way one, or did not end")
-    for text in missed:
-        console.print(f"missed: {text}")
-    return EXIT_GATE_MISSED if missed else EXIT_OK
+    """Run the parts asked for and return the exit code. The parent calls it, no rank."""
+    options = _parser().parse_args(arguments)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
+    began = time.monotonic()
+    utc = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    figures: list[Figure] = []
+    failed: dict[str, int] = {}
+    try:
+        if options.json is not None:
+            check_target(options.json, force=options.force)
+        chosen = [name for name in PARTS if options.only is None or name in options.only]
+        for number, name in enumerate(chosen, start=1):
+            title, part = PARTS[name]
+
+            def say(text: str, head: str = f"[{number}/{len(chosen)} {name}]") -> None:
+                print(f"{head} {time.monotonic() - began:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+            try:
+                found, tables = part(say, options.tiny)
+                if options.tiny:
+                    found = [replace(figure, bar=None) for figure in found]
+            except PartFailed as error:
+                failed[f"{name}: {error}"] = error.exit_code
+                continue
+            figures += found
+            for table in (figures_table(title, found), *tables):
+                console.print(table)
+        if options.json is not None:
+            head = {"utc": utc, "machine": platform.platform(), "python": platform.python_version(),
+                    "tiny": options.tiny, "parts": chosen, "failed": list(failed),
+                    "seconds": time.monotonic() - began}  # fmt: skip
+            write_text(options.json, dump_json(report_dict(figures, head)), force=options.force)
+    except RelaymeterError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    texts = [*failed, *missed(figures)]
+    for text in texts:
+        console.print(f"missed: {text}", markup=False)
+    judged = sum(figure.bar is not None for figure in figures)
+    summary = "small inputs, no bars" if options.tiny else f"{judged} bars, {len(texts)} missed"
+    console.print(f"{len(figures)} figures, {summary}, {time.monotonic() - began:.0f} s", markup=False)
+    if EXIT_WRONG_BITS in failed.values():
+        return EXIT_WRONG_BITS
+    return EXIT_GATE_MISSED if texts else EXIT_OK
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Other ways to do what a move does, to be measured beside it."""

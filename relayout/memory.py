@@ -2,15 +2,20 @@
 
 ``with PeakMemory(device) as peak: ...`` then ``peak.bytes``: on CUDA from the allocator, on Linux CPUs from the
 kernel's high-water mark of resident memory, None where neither can be had. Any rank; the whole process is measured.
+
+Resident memory is what the kernel has mapped in, not what the process still uses: glibc returns a large allocation at
+once, but from its mmap threshold down (128 KiB at first, up to 32 MiB once such large ones have been freed) it keeps
+what is freed for later. ``release_free_pages`` makes it return those too.
 """
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
 
-__all__ = ["PeakMemory"]
+__all__ = ["PeakMemory", "release_free_pages", "resident_bytes"]
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -57,3 +62,18 @@ class PeakMemory:
             self.bytes = max(0, _status_bytes("VmHWM") - self._before)
         except (OSError, ValueError):
             self.bytes = None
+
+
+def release_free_pages() -> None:
+    """Hand pages that this process has freed back to the kernel; glibc only, nothing happens elsewhere."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def resident_bytes() -> int | None:
+    """Resident memory of this process now, None where the kernel does not say."""
+    try:
+        return _status_bytes("VmRSS")
+    except (OSError, ValueError):
+        return None

@@ -1,35 +1,20 @@
-"""Messages: one rank's segments compiled into rounds of packing, messages and unpacking, as views made once.
+"""Messages: the rounds of one rank as packing, messages and unpacking over its storages, all views made once.
 
-``compile_rounds(table, rounds, rank=0, world_size=4, executor="send-recv", source=..., destination=..., device=...)``
-gives what ``execute.Mover`` runs. Local; both ends of every message derive the same from the same rows.
-
-Under send-recv a segment that is one run on both sides and has at least DIRECT_MIN_BYTES is a message of its own,
-straight from storage into storage; all others of a pair and round are parts of one packed message, sent after those.
-Under all-to-all everything is packed.
+``compile_round(traffic, number, held, buffer)`` makes what ``execute.Mover`` runs in one round. Local.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from relaymeter.relayout.packing import (
-    Copies,
-    Storages,
-    gather_copies,
-    local_copies,
-    part_offsets,
-    read_views,
-    scatter_copies,
-    segment_bytes,
-)
-from relaymeter.relayout.segments import DIRECT_MIN_BYTES, SegmentTable
+from relaymeter.relayout.packing import Copies, MoveStorages, gather_copies, local_copies, scatter_copies
+from relaymeter.relayout.traffic import Traffic, Way
 
-__all__ = ["Flat", "Round", "compile_rounds"]
+__all__ = ["Flat", "Round", "compile_round"]
 
 Message = tuple[int, torch.Tensor]
 
@@ -55,92 +40,42 @@ class Round:
     unpack: Copies
     local: Copies
 
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes of the messages that the rank sends."""
+        return sum(tensor.numel() for _, tensor in self.sends)
 
-def compile_rounds(
-    table: SegmentTable,
-    rounds: int,
-    *,
-    rank: int,
-    world_size: int,
-    executor: str,
-    source: Storages,
-    destination: Storages,
-    device: torch.device,
-) -> tuple[list[Round], torch.Tensor]:
-    """Rounds of ``rank`` and the one buffer (uint8) that all of them use, as large as the fullest round needs.
+    @cached_property
+    def received_bytes(self) -> int:
+        """Bytes of the messages that the rank receives."""
+        return sum(tensor.numel() for _, tensor in self.receives)
 
-    ``table`` holds the rows that ``rank`` sends or receives. Raises InputError where storages do not fit them.
+
+def compile_round(traffic: Traffic, number: int, held: MoveStorages, buffer: torch.Tensor) -> Round:
+    """The views of round ``number`` over ``held`` and ``buffer`` (1-D uint8, at least ``traffic.buffer_bytes``).
+
+    Raises InputError where the storages do not fit the rows.
     """
-    compiler = _Compiler(rank, world_size, executor == "send-recv", source, destination)
-    steps = [table.take(table.round == number) for number in range(rounds)]
-    sizes = [(compiler.packed_bytes(step, "src"), compiler.packed_bytes(step, "dst")) for step in steps]
-    # zeros, so that all pages are resident before the first move is timed
-    buffer = torch.zeros(max((a + b for a, b in sizes), default=0), dtype=torch.uint8, device=device)
-    compiled = [
-        compiler.compile(step, buffer[:sent], buffer[sent : sent + received])
-        for step, (sent, received) in zip(steps, sizes, strict=True)
-    ]
-    return compiled, buffer
+    out, back = traffic.sends(number), traffic.receives(number)
+    send, receive = buffer[: out.nbytes], buffer[out.nbytes : out.nbytes + back.nbytes]
+    flat = None if traffic.executor == "send-recv" else Flat(send, out.splits, receive, back.splits)
+    return Round(
+        pack=gather_copies(out.packed, send, held),
+        sends=_messages(traffic, out, held.read_runs(out.direct), send, 1),
+        receives=_messages(traffic, back, held.written_runs(back.direct), receive, -1),
+        flat=flat,
+        unpack=scatter_copies(back.packed, receive, held),
+        local=local_copies(traffic.local(number), held),
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class _Compiler:
-    rank: int
-    world_size: int
-    allow_direct: bool
-    source: Storages
-    destination: Storages
-
-    def packed_bytes(self, step: SegmentTable, side: Literal["src", "dst"]) -> int:
-        """Bytes of the packed messages that the rank sends ("src") or receives ("dst") in a round."""
-        rows = self._away(step, side)
-        return part_offsets(segment_bytes(rows.take(~self._direct(rows)), self.source.itemsize))[1]
-
-    def compile(self, step: SegmentTable, send: torch.Tensor, receive: torch.Tensor) -> Round:
-        sends, send_splits, packed_out = self._messages(self._away(step, "src"), send, "src")
-        receives, receive_splits, packed_in = self._messages(self._away(step, "dst"), receive, "dst")
-        here = step.take((step.src_rank == self.rank) & (step.dst_rank == self.rank))
-        return Round(
-            pack=gather_copies(packed_out, send, self.source, self.destination),
-            sends=sends,
-            receives=receives,
-            flat=None if self.allow_direct else Flat(send, send_splits, receive, receive_splits),
-            unpack=scatter_copies(packed_in, receive, self.destination),
-            local=local_copies(here, self.source, self.destination),
-        )
-
-    def _away(self, step: SegmentTable, side: Literal["src", "dst"]) -> SegmentTable:
-        """Rows that leave or reach the rank, ordered by peer and, with one peer, as in the table."""
-        mine, peer = (step.src_rank, step.dst_rank) if side == "src" else (step.dst_rank, step.src_rank)
-        rows = np.flatnonzero((mine == self.rank) & (peer != self.rank))
-        return step.take(rows[np.argsort(peer[rows], kind="stable")])
-
-    def _direct(self, table: SegmentTable) -> NDArray[np.bool_]:
-        large = segment_bytes(table, self.source.itemsize) >= DIRECT_MIN_BYTES
-        return table.src_contiguous & table.dst_contiguous & large & self.allow_direct
-
-    def _messages(
-        self, table: SegmentTable, buffer: torch.Tensor, side: Literal["src", "dst"]
-    ) -> tuple[list[Message], list[int], SegmentTable]:
-        """Messages one way, packed bytes per rank, and the packed rows in the order of their parts in ``buffer``."""
-        peer = table.dst_rank if side == "src" else table.src_rank
-        direct = self._direct(table)
-        packed, owner = table.take(~direct), peer[~direct]
-        offsets, total = part_offsets(segment_bytes(packed, self.source.itemsize))
-        borders = [*offsets.tolist(), total]
-        first = np.searchsorted(owner, np.arange(self.world_size + 1)).tolist()
-        splits = [borders[first[rank + 1]] - borders[first[rank]] for rank in range(self.world_size)]
-        runs = table.take(direct)
-        views = (
-            read_views(runs, self.source, self.destination) if side == "src" else self.destination.views(runs, "dst")
-        )
-        parts: dict[int, list[torch.Tensor]] = {}
-        for rank, view in zip(peer[direct].tolist(), views, strict=True):
-            parts.setdefault(rank, []).append(view.view(-1).view(torch.uint8))
-        for rank, size in enumerate(splits):
-            if size:
-                start = borders[first[rank]]
-                parts.setdefault(rank, []).append(buffer[start : start + size])
-        sign = 1 if side == "src" else -1  # each rank begins with its neighbour, not all of them with rank 0
-        order = sorted(parts, key=lambda rank: sign * (rank - self.rank) % self.world_size)
-        return [(rank, part) for rank in order for part in parts[rank]], splits, packed
+def _messages(traffic: Traffic, way: Way, runs: list[torch.Tensor], buffer: torch.Tensor, sign: int) -> list[Message]:
+    parts: dict[int, list[torch.Tensor]] = {}
+    for rank, run in zip(way.direct_peer, runs, strict=True):
+        parts.setdefault(rank, []).append(run)
+    for rank, (begin, end) in enumerate(itertools.pairwise(way.borders)):
+        if end > begin:
+            parts.setdefault(rank, []).append(buffer[begin:end])
+    # each rank begins with its neighbour, not all of them with rank 0
+    order = sorted(parts, key=lambda rank: sign * (rank - traffic.rank) % traffic.world_size)
+    return [(rank, part) for rank in order for part in parts[rank]]

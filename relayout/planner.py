@@ -61,6 +61,10 @@ class MovePlan:
         """First global group id of each class, and the total last (classes + 1)."""
         return np.concatenate([[0], np.cumsum([len(c.group) for c in self.classes])]).astype(np.int64)
 
+    def converts(self, plan: ClassPlan) -> bool:
+        """Whether the tensors of a class arrive in another dtype than they leave in."""
+        return any(self.tensors[t].dtype != self.source_tensors[t].dtype for t in plan.tensors[:1].tolist())
+
     def label(self, index: int) -> str:
         """Names of a class's tensors, layer numbers as ``*``: ``model.layers.*.mlp.{gate_proj, up_proj}.weight``."""
         return label_names([self.tensors[int(t)].name for t in self.classes[index].tensors])

@@ -18,7 +18,7 @@ from relaymeter.relayout.hubs import HubRequest, assign_hubs
 from relaymeter.relayout.layout import TensorSpec
 from relaymeter.relayout.planner import ClassPlan, MovePlan
 from relaymeter.relayout.routes import DIRECT, RELAY, ROUTES, Transfers, transfers
-from relaymeter.relayout.segments import DIRECT_MIN_BYTES, PART_ALIGN, RoundLoads, SegmentTable
+from relaymeter.relayout.segments import DIRECT_MIN_BYTES, FROM_DESTINATION, PART_ALIGN, RoundLoads, SegmentTable
 from relaymeter.relayout.topology import Topology
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Schedule", "build_schedule"]
@@ -29,6 +29,8 @@ IntArray = NDArray[np.int64]
 DEFAULT_BUCKET_BYTES = 8 << 20
 #: Buckets that take in tensors at a time.
 _OPEN_BUCKETS = 8
+#: Shares of bands that are added, one after the other, until none of a tensor's bands passes the bucket.
+_BAND_SHARES = (512, 64, 8, 1)
 _VERSION = "relaymeter-schedule-2"
 _EXECUTORS = ("send-recv", "all-to-all")
 
@@ -146,7 +148,7 @@ class Schedule:
         for unit in self.units:
             buckets, place = np.unique(unit.bucket, return_inverse=True)
             for table in unit.tables:
-                stats = _transfer_stats(table, unit.plan.itemsize, executor)
+                stats = _transfer_stats(table, unit.plan.itemsize, executor, self.plan.converts(unit.plan))
                 pair = ((table.stage - 1) * world + table.src_rank) * world + table.dst_rank
                 pairs, where = np.unique(pair, return_inverse=True)
                 if (table.hub >= 0).any():
@@ -242,12 +244,16 @@ def _widen(rows: SegmentTable, width: int) -> SegmentTable:
     return SegmentTable(*flat, rows.dst_offset, shape, src, dst)
 
 
-def _transfer_stats(table: Transfers, itemsize: int, executor: str) -> list[NDArray[np.float64]]:
-    """Per row: bytes on the wire, messages of its own, pack bytes, pack segments, unpack bytes, unpack segments."""
+def _transfer_stats(table: Transfers, itemsize: int, executor: str, converts: bool) -> list[NDArray[np.float64]]:
+    """Per row: bytes on the wire, messages of its own, pack bytes, pack segments, unpack bytes, unpack segments.
+
+    A row that is one run on both sides is a message of its own, unless it has to be converted on the way (a cast).
+    """
     size = np.prod(table.shape, axis=1, dtype=np.int64)
     nbytes = size * itemsize
     whole = (table.shape[:, -1] == size) & (table.src_stride[:, -1] == 1) & (table.dst_stride[:, -1] == 1)
     local = table.src_rank == table.dst_rank
+    whole &= (table.src_space == FROM_DESTINATION) | (not converts)
     own = whole & (nbytes >= DIRECT_MIN_BYTES) & ~local if executor == "send-recv" else np.zeros(len(size), dtype=bool)
     padded = -(-nbytes // PART_ALIGN) * PART_ALIGN
     packed = ~own & ~local
@@ -279,9 +285,9 @@ def build_schedule(
         mine = route[int(plan.group_start[index]) : int(plan.group_start[index + 1])]
         choice = (node[found.group_src] != found.group_node) & (found.fanout >= 2)
         codes.append(np.where(choice, mine, DIRECT).astype(np.int8))
-        parts = max(1, -(-int(_rank_loads(found, topology).max(initial=0)) // bucket_bytes))
-        bands.append([found.cut(parts, part) for part in range(parts)])
-        loads.append([_rank_loads(band, topology) for band in bands[-1]])
+        cut, load = _cut_to_fit(found, topology, bucket_bytes)
+        bands.append(cut)
+        loads.append(load)
     members, buckets = _fill_buckets(class_of, loads, bucket_bytes, 2 * topology.world_size)
     units = []
     for index in range(len(plan.classes)):
@@ -308,6 +314,22 @@ def _rank_loads(plan: ClassPlan, topology: Topology) -> NDArray[np.float64]:
     size = np.where(plan.src_rank == plan.dst_rank, 0.0, size)
     out = np.bincount(plan.src_rank, weights=size, minlength=world)
     return np.concatenate([out, np.bincount(plan.dst_rank, weights=size, minlength=world)])
+
+
+def _cut_to_fit(
+    plan: ClassPlan, topology: Topology, bucket_bytes: int
+) -> tuple[list[ClassPlan], list[NDArray[np.float64]]]:
+    """The class in the fewest bands none of which passes ``bucket_bytes`` on any rank, and the load of each band.
+
+    Bands begin on even borders, so that the first number that could do may leave one a little too large.
+    """
+    fewest = max(1, -(-int(_rank_loads(plan, topology).max(initial=0)) // bucket_bytes))
+    for parts in (fewest, *(fewest + 1 + fewest // share for share in _BAND_SHARES)):
+        bands = [plan.cut(parts, part) for part in range(parts)]
+        loads = [_rank_loads(band, topology) for band in bands]
+        if max(load.max(initial=0) for load in loads) <= bucket_bytes:
+            break
+    return bands, loads
 
 
 def _fill_buckets(

@@ -23,6 +23,7 @@ from relaymeter.errors import InputError, MoveTimeout, RankLost
 __all__ = [
     "EXECUTORS",
     "MAX_MESSAGE_BYTES",
+    "Waiter",
     "break_group",
     "control_device",
     "default_executor",
@@ -68,13 +69,14 @@ def wait_for(
     group: dist.ProcessGroup | None = None,
     deadline: float | None = None,
     poll: Callable[[], None] | None = None,
+    waiter: Waiter | None = None,
 ) -> None:
     """Wait until all ``works`` of ``group`` are done.
 
     ``deadline`` is a ``time.monotonic()`` value; None stands for the group's own timeout. ``poll`` is called now and
-    then and may raise to stop: the works are then given up, and their tensors must not be used again. Raises
-    MoveTimeout past the deadline and RankLost, without ranks, when a connection broke; the group is unusable after
-    either.
+    then and may raise to stop: the works are then given up, and their tensors must not be used again. ``waiter`` spares
+    a caller of many waits the start of a thread for each. Raises MoveTimeout past the deadline and RankLost, without
+    ranks, when a connection broke; the group is unusable after either.
     """
     on_device = dist.get_backend(group) == "nccl"
     try:
@@ -84,7 +86,7 @@ def wait_for(
         elif poll is None:
             _wait_on_host(works, deadline)
         elif works:
-            _wait_beside(works, deadline, poll)
+            (waiter or Waiter()).wait(works, deadline, poll)
     except (MoveTimeout, RankLost):
         break_group(group)
         raise
@@ -108,28 +110,65 @@ def _wait_on_host(works: Sequence[dist.Work], deadline: float | None) -> None:
             work.wait(_remaining(deadline))
 
 
-def _wait_beside(works: Sequence[dist.Work], deadline: float | None, poll: Callable[[], None]) -> None:
-    """Wait in a thread of its own, which is left behind where ``poll`` raises.
+class Waiter:
+    """A thread that waits on the host beside its owner, who polls meanwhile. It is left behind where ``poll`` raises.
 
     gloo wakes no wait whose message had half arrived when its sender died, not even where the group is aborted: it
     lasts until the deadline, whatever is known by then.
     """
-    ended = threading.Event()
-    raised: list[BaseException] = []
 
-    def wait_all() -> None:
+    def __init__(self) -> None:
+        self._line: _Line | None = None
+
+    def wait(self, works: Sequence[dist.Work], deadline: float | None, poll: Callable[[], None]) -> None:
+        """Wait for all ``works``, calling ``poll`` now and then. Raises what a wait or ``poll`` raises."""
+        line, self._line = self._line or _Line(), None
+        line.works, line.deadline = works, deadline
+        line.go.release()
         try:
-            _wait_on_host(works, deadline)
-        except BaseException as error:
-            raised.append(error)
-        finally:
-            ended.set()
+            while not line.done.acquire(timeout=_POLL_S):
+                poll()
+        except BaseException:
+            line.close()
+            raise
+        self._line = line
+        raised, line.raised = line.raised, None
+        if raised is not None:
+            raise raised
 
-    threading.Thread(target=wait_all, name="relaymeter-wait", daemon=True).start()
-    while not ended.wait(_POLL_S):
-        poll()
-    if raised:
-        raise raised[0]
+    def __del__(self) -> None:
+        if self._line is not None:
+            self._line.close()
+
+
+class _Line:
+    """What a Waiter and its thread share; the thread ends when it is closed."""
+
+    def __init__(self) -> None:
+        self.works: Sequence[dist.Work] = ()
+        self.deadline: float | None = None
+        self.raised: BaseException | None = None
+        self.go, self.done = threading.Lock(), threading.Lock()  # locks wake a thread sooner than events do
+        self.go.acquire()
+        self.done.acquire()
+        self._closed = False
+        threading.Thread(target=self._serve, name="relaymeter-wait", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed = True
+        self.go.release()
+
+    def _serve(self) -> None:
+        while True:
+            self.go.acquire()
+            if self._closed:
+                return
+            try:
+                _wait_on_host(self.works, self.deadline)
+            except BaseException as error:
+                self.raised = error
+            self.works = ()
+            self.done.release()
 
 
 def _wait_on_device(work: dist.Work, deadline: float | None, poll: Callable[[], None] | None) -> None:
@@ -187,18 +226,21 @@ def exchange_messages(
     deadline: float | None = None,
     poll: Callable[[], None] | None = None,
     cap: int = MAX_MESSAGE_BYTES,
-) -> None:
+    waiter: Waiter | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> tuple[int, int]:
     """Send and receive (peer, tensor) messages; peers are ranks of ``group``, never the caller's own.
 
-    Every receive is posted before any send, and all are waited for (see ``wait_for``). Several messages with one peer
-    are matched in order. Messages of no bytes are left out on both ends; larger ones than ``cap`` bytes are cut.
+    Every receive is posted before any send, and all are waited for (see ``wait_for``); ``meanwhile`` is called between
+    the two. Several messages with one peer are matched in order. Messages of no bytes are left out on both ends; larger
+    ones than ``cap`` bytes are cut. Returns the bytes sent and received.
     """
     incoming, outgoing = list(_pieces(receives, cap)), list(_pieces(sends, cap))
-    if not incoming and not outgoing:
-        return
-    works: list[dist.Work | None]
+    works: list[dist.Work | None] = []
     try:
-        if dist.get_backend(group) == "nccl":
+        if not incoming and not outgoing:
+            pass
+        elif dist.get_backend(group) == "nccl":
             ops = [dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=peer) for peer, tensor in incoming]
             ops += [dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=peer) for peer, tensor in outgoing]
             works = list(dist.batch_isend_irecv(ops))
@@ -208,7 +250,11 @@ def exchange_messages(
     except RuntimeError as error:
         break_group(group)
         raise RankLost(f"a connection of the exchange broke: {_first_line(error)}") from error
-    wait_for([work for work in works if work is not None], group=group, deadline=deadline, poll=poll)
+    if meanwhile is not None:
+        meanwhile()
+    posted = [work for work in works if work is not None]
+    wait_for(posted, group=group, deadline=deadline, poll=poll, waiter=waiter)
+    return sum(tensor.numel() for _, tensor in outgoing), sum(tensor.numel() for _, tensor in incoming)
 
 
 def exchange_flat(
@@ -220,21 +266,33 @@ def exchange_flat(
     group: dist.ProcessGroup | None = None,
     deadline: float | None = None,
     poll: Callable[[], None] | None = None,
-) -> None:
+    waiter: Waiter | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> tuple[int, int]:
     """One ``all_to_all_single``: ``send_splits[r]`` elements go to rank r of ``group``, in order. Collective.
 
-    Raises InputError, before anything is sent, where the splits do not fit the tensors or the world, or where both
-    tensors share memory (an all-to-all in place is not applicable here).
+    ``meanwhile`` is called while it is under way. Returns the bytes sent and received. Raises InputError, before
+    anything is sent, where the splits do not fit the tensors or the world, where a tensor is not contiguous, or where
+    both share memory (an all-to-all in place is not applicable here).
     """
     members = dist.get_world_size(group)
     for name, tensor, splits in (("send", send, send_splits), ("receive", receive, receive_splits)):
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise InputError(f"{name}: a contiguous 1-D tensor is needed, got strides {list(tensor.stride())}")
         if len(splits) != members or min(splits) < 0 or sum(splits) != tensor.numel():
             raise InputError(f"{name} splits {splits} do not cut {tensor.numel()} elements for {members} ranks")
-    if send.numel() and receive.numel() and send.data_ptr() == receive.data_ptr():
+    begins, ends = (
+        (send.data_ptr(), receive.data_ptr()),
+        (send.data_ptr() + send.nbytes, receive.data_ptr() + receive.nbytes),
+    )
+    if send.numel() and receive.numel() and max(begins) < min(ends):
         raise InputError("an all-to-all in place is not applicable: send and receive must not share memory")
     try:
         work = dist.all_to_all_single(receive, send, receive_splits, send_splits, group=group, async_op=True)
     except RuntimeError as error:
         break_group(group)
         raise RankLost(f"a connection of the exchange broke: {_first_line(error)}") from error
-    wait_for([work] if work is not None else [], group=group, deadline=deadline, poll=poll)
+    if meanwhile is not None:
+        meanwhile()
+    wait_for([work] if work is not None else [], group=group, deadline=deadline, poll=poll, waiter=waiter)
+    return send.nbytes, receive.nbytes

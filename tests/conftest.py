@@ -1,14 +1,18 @@
-"""Fixtures for all tests: the command as a subprocess, and skips for what a machine lacks (each with its reason)."""
+"""Fixtures for all tests: the command as a subprocess, pools of ranks by size, skips for what a machine lacks."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "dist"))
+
+from pool import RankPool
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -46,3 +50,18 @@ def cli(tmp_path: Path) -> Cli:
         )
 
     return call
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(4)`` is a pool of four ranks. The pools of a session are shared by its tests and ended with it."""
+    pools: dict[int, RankPool] = {}
+
+    def pool_of(size: int) -> RankPool:
+        return pools.setdefault(size, RankPool(size))
+
+    try:
+        yield pool_of
+    finally:
+        for pool in pools.values():
+            pool.close()

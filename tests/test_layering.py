@@ -15,7 +15,7 @@ LEAVES = ("errors", "records", "units")
 #: Modules that plan, price and decide: they must work where torch is not wanted or not there.
 PURE = (
     *(f"relayout/{name}" for name in ("geometry", "hubs", "layout", "placements", "planner", "routes", "schedule")),
-    *(f"relayout/{name}" for name in ("segments", "topology")),
+    *(f"relayout/{name}" for name in ("segments", "topology", "traffic", "batching", "timeline")),
     *(f"policies/{name}" for name in ("price", "choose", "thresholds", "fixed")),
     "calibration/profiles",
     *(f"harness/{name}" for name in ("cli", "config", "scenario", "emit", "plots", "verdict", "models")),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from pool import Seat
 
 from relaymeter.errors import RelaymeterError
@@ -21,10 +22,11 @@ from relaymeter.relayout.execute import Hooks, Mover, MoveTiming
 from relaymeter.relayout.geometry import row_major_strides
 from relaymeter.relayout.layout import Layout, TensorSpec
 from relaymeter.relayout.placements import Cut, tensor_parallel_layout, zero3_layout
-from relaymeter.relayout.segments import FROM_DESTINATION, FROM_SOURCE, SegmentTable
+from relaymeter.relayout.segments import FROM_DESTINATION, SegmentTable, source_space
 from relaymeter.relayout.transport import exchange_flat, exchange_messages
 
 Storage = dict[str, torch.Tensor]
+Messages = Sequence[tuple[int, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,23 @@ class Segment:
     dst_offset: int = 0
     round: int = 0
     stage: int = 1
+    layout: int = 0
+    """Which source layout a row of stage one reads."""
 
 
 @dataclass(frozen=True)
 class HandSchedule:
-    """What a Mover needs of a schedule, with all rows given by hand."""
+    """What a Mover needs of a schedule, with all rows given by hand. ``leaves`` maps tensors to other source dtypes."""
 
     tensors: tuple[TensorSpec, ...]
     segments: tuple[Segment, ...]
     rounds: int
     input_hash: bytes = b"by hand"
+    leaves: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def source_tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(dataclasses.replace(t, dtype=self.leaves.get(t.name, t.dtype)) for t in self.tensors)
 
     def segments_for(self, rank: int) -> SegmentTable:
         rows = sorted(
@@ -71,7 +80,7 @@ class HandSchedule:
             stage=column(*(s.stage for s in rows)),
             src_rank=column(*(s.src for s in rows)),
             dst_rank=column(*(s.dst for s in rows)),
-            src_space=column(*(FROM_SOURCE if s.stage == 1 else FROM_DESTINATION for s in rows)),
+            src_space=column(*(source_space(s.layout) if s.stage == 1 else FROM_DESTINATION for s in rows)),
             src_offset=column(*(s.src_offset for s in rows)),
             dst_offset=column(*(s.dst_offset for s in rows)),
             shape=wide(1, *(s.shape for s in rows)),
@@ -112,14 +121,16 @@ def attempt(mover: Mover) -> dict[str, Any]:
     return dataclasses.asdict(timing)
 
 
-def strided(seat: Seat, executor: str) -> dict[str, list[int]]:
+def strided(seat: Seat, executor: str) -> dict[str, Any]:
     """A transposed 4 x 4 and every second column of an 8 x 8 go from rank 0 to 1; ranks 2 and 3 have no traffic."""
     tensors = (TensorSpec("square", (4, 4), "int64"), TensorSpec("columns", (8, 4), "int64"))
     segments = (Segment(0, 0, 1, [4, 4], [1, 4], [4, 1]), Segment(1, 0, 1, [8, 4], [8, 2], [4, 1]))
     source = {"square": torch.arange(16), "columns": torch.arange(64)} if seat.rank == 0 else {}
     target = {"square": torch.zeros(16).long(), "columns": torch.zeros(32).long()} if seat.rank == 1 else {}
-    timing = Mover(HandSchedule(tensors, segments, 1), seat.rank, source, target, executor, time_limit_s=20).run()
-    return {name: tensor.tolist() for name, tensor in target.items()} | {"sent": [timing.sent_bytes]}
+    mover = Mover(HandSchedule(tensors, segments, 1), seat.rank, source, target, executor, time_limit_s=20)
+    timing = mover.run()
+    sizes = {"sent": [timing.sent_bytes], "buffers": [mover.buffer_bytes], "peak": [timing.peak_bytes]}
+    return {name: tensor.tolist() for name, tensor in target.items()} | sizes
 
 
 def _mixed(seed: int) -> tuple[HandSchedule, dict[int, Storage], dict[int, Storage]]:
@@ -184,25 +195,36 @@ def mixed(seat: Seat, executor: str, cap: int, seed: int) -> dict[str, Any]:
 
 
 def rows_to_nobody(seat: Seat) -> list[int]:
-    """Rank 0 keeps one row of width 4 and sends one to rank 1; the others send nothing."""
-    send_splits = [4, 4, 0, 0] if seat.rank == 0 else [0] * 4
-    receive_splits = [4, 0, 0, 0] if seat.rank in (0, 1) else [0] * 4
+    """Rank 0 keeps one row of width 4 and sends one to rank 1; the others send nothing. Then nobody sends anything."""
+    rest = [0] * (seat.world_size - 2)
+    send_splits = [4, 4, *rest] if seat.rank == 0 else [0, 0, *rest]
+    receive_splits = [4, 0, *rest] if seat.rank in (0, 1) else [0, 0, *rest]
     send = torch.arange(sum(send_splits), dtype=torch.uint8)
     receive = torch.zeros(sum(receive_splits), dtype=torch.uint8)
-    exchange_flat(send, send_splits, receive, receive_splits)
+    moved = exchange_flat(send, send_splits, receive, receive_splits)
+    assert moved == (sum(send_splits), sum(receive_splits))
     empty = torch.zeros(0, dtype=torch.uint8)
-    exchange_flat(empty, [0] * 4, torch.zeros(0, dtype=torch.uint8), [0] * 4)
-    exchange_messages([(1, empty)] if seat.rank == 0 else [], [], tag=3)
+    assert exchange_flat(empty, [0, 0, *rest], torch.zeros(0, dtype=torch.uint8), [0, 0, *rest]) == (0, 0)
+    assert exchange_messages([(1, empty)] if seat.rank == 0 else [], [], tag=3) == (0, 0)
     return receive.tolist()
 
 
 def wrong_operands(seat: Seat) -> list[str]:
-    """What an all-to-all in place and one with splits that do not fit say; both are refused before anything is sent."""
-    data = torch.zeros(4, dtype=torch.uint8)
+    """What an all-to-all in place, half in place, with splits that do not fit, or of a strided tensor says.
+
+    All are refused before anything is sent.
+    """
+    data, other = torch.zeros(8, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    ones = [1, 1, 1, 1]
     texts = []
-    for receive, splits in ((data, [1, 1, 1, 1]), (torch.zeros(4, dtype=torch.uint8), [1, 1, 1, 2])):
+    for send, receive, splits in (
+        (data[:4], data[:4], ones),
+        (data[:4], data[2:6], ones),
+        (data[:4], other, [1, 1, 1, 2]),
+        (data[::2], other, ones),
+    ):
         try:
-            exchange_flat(data, splits, receive, [1, 1, 1, 1])
+            exchange_flat(send, splits, receive, ones)
         except RelaymeterError as error:
             texts.append(f"{type(error).__name__}: {error}")
     return texts
@@ -213,8 +235,8 @@ def disagree(
 ) -> dict[str, Any]:
     """Ranks expect rank 0 to send ``width`` bf16 elements to each other one, the wrong rank ``elements``."""
     spec = TensorSpec("w", (64,), "bfloat16")
-    counts = [elements if seat.rank == wrong_rank else width] * 4
-    segments = tuple(Segment(0, 0, dst, [counts[dst]], [1], [1]) for dst in (1, 2, 3))
+    count = elements if seat.rank == wrong_rank else width
+    segments = tuple(Segment(0, 0, dst, [count], [1], [1]) for dst in range(1, seat.world_size))
     target = {"w": torch.full((64,), 5.0, dtype=torch.bfloat16)}
     source = {"w": torch.ones(64, dtype=torch.bfloat16)}
     rounds = round_count if seat.rank == wrong_rank else 1
@@ -285,21 +307,39 @@ def flip(seat: Seat, executor: str) -> dict[str, Any]:
     return {"bad": [bad.passed, bad.total, *map(str, bad.mismatches)], "good": [good.passed, good.total, good.ok]}
 
 
-def nothing_moves(seat: Seat, executor: str, warm: bool) -> list[Any]:
-    """The transport is replaced by one that does nothing, at once or (``warm``) after a first move that was right."""
+def nothing_moves(seat: Seat, executor: str, warm: bool, lies: bool) -> dict[str, Any]:
+    """The transport is replaced by one that does nothing, at once or (``warm``) after a first move that was right.
+
+    It says so, or (``lies``) says that it carried everything.
+    """
     source_layout, target_layout, schedule = _layouts()
     source, target = _held(source_layout, seat.rank, 1), _held(target_layout, seat.rank, 50)
-    mover = Mover(schedule, seat.rank, source, target, executor, time_limit_s=20)
+    mover = Mover(schedule, seat.rank, source, target, executor, time_limit_s=20, group=dist.new_group())
     if warm:
         mover.run()
+
+    def no_messages(sends: Messages, receives: Messages, **_: Any) -> tuple[int, int]:
+        return (_total(sends), _total(receives)) if lies else (0, 0)
+
+    def no_flat(send: torch.Tensor, _: Any, receive: torch.Tensor, *__: Any, **___: Any) -> tuple[int, int]:
+        return (send.nbytes, receive.nbytes) if lies else (0, 0)
+
     real = execute.exchange_messages, execute.exchange_flat
-    execute.exchange_messages = execute.exchange_flat = lambda *_, **__: None
+    execute.exchange_messages, execute.exchange_flat = no_messages, no_flat
     try:
         mover.poison()
-        mover.run()
+        ended = attempt(mover)
     finally:
         execute.exchange_messages, execute.exchange_flat = real
     report = compare(
         digest_layout(source_layout, seat.rank, source), digest_layout(target_layout, seat.rank, target, replicas=True)
     )
-    return [report.passed, report.total, *map(str, report.mismatches)]
+    return ended | {
+        "passed": report.passed,
+        "total": report.total,
+        "found": [str(found) for found in report.mismatches],
+    }
+
+
+def _total(messages: Messages) -> int:
+    return sum(tensor.numel() for _, tensor in messages)

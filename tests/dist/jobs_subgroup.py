@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from pool import Seat
 
 from relaymeter.errors import RelaymeterError
-from relaymeter.relayout import engines, subgroup
+from relaymeter.relayout import engines, own_groups, subgroup
 from relaymeter.relayout.rank_order import check_order
 
 _KEPT: dict[str, Any] = {}
@@ -83,8 +82,9 @@ def train_against_torch(engine: Any, reference: torch.nn.Module, members: list[i
         losses = [reference(batch[2 * k : 2 * k + 2]) for k in range(len(members))]
         (sum(losses) / len(members)).backward()
         optimizer.step()
-    mine = [safe_get_full_fp32_param(param) for _, param in engine.module.named_parameters()]
-    pairs = [(one, other.detach()) for one, other in zip(mine, reference.parameters(), strict=True)]
+    params = [param for _, param in engine.module.named_parameters()]
+    mine = params if engine.zero_optimization_stage() == 0 else [safe_get_full_fp32_param(param) for param in params]
+    pairs = [(one.detach(), other.detach()) for one, other in zip(mine, reference.parameters(), strict=True)]
     equal = all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
     return equal, max(float((one - other).abs().max()) for one, other in pairs)
 
@@ -153,6 +153,19 @@ def proof(seat: Seat) -> dict[str, Any]:
     }
 
 
+def other_stages(seat: Seat) -> dict[str, Any]:
+    """Engines below ZeRO-3 on ranks 1 and 2, which clip gradients and train while rank 0 does nothing."""
+    group = pair(seat)
+    found: dict[str, Any] = {}
+    for stage in (0, 1, 2) if group is not None else ():
+        with subgroup.subgroup_engines():
+            model, reference = twins(20 + stage)
+            settings = config(2, stage=stage) | {"gradient_clipping": 1e9}
+            engine = subgroup.initialize_over(group, model, settings)
+            found[str(stage)] = train_against_torch(engine, reference, [1, 2], seat.rank)
+    return found
+
+
 def alone(seat: Seat) -> dict[str, Any]:
     """An engine over one rank of three."""
     group = subgroup.make_group([2], time_limit_s=60)
@@ -162,7 +175,7 @@ def alone(seat: Seat) -> dict[str, Any]:
         model, reference = twins(4)
         engine = subgroup.initialize_over(group, model, config(1))
         equal, _ = train_against_torch(engine, reference, [2], seat.rank)
-    return {"equal": equal, "ranks": engines.describe_zero3(engine)["ranks"]}
+    return {"equal": equal, "ranks": engines.describe_engine(engine)["ranks"]}
 
 
 def everyone(seat: Seat) -> dict[str, Any]:
@@ -259,9 +272,12 @@ def refused(seat: Seat) -> dict[str, str]:
     }
     if group is not None:
         found["not installed"] = refusal(lambda: subgroup.initialize_over(group, model, config(2)))
-        found["stage"] = refusal(lambda: subgroup.initialize_over(group, model, config(2, stage=2)))
+        found["stage"] = refusal(lambda: subgroup.initialize_over(group, model, config(2, stage=4)))
+        expert_parallel = config(2) | {"expert_parallel": {"enabled": True}}
+        found["world only"] = refusal(lambda: subgroup.initialize_over(group, model, expert_parallel))
         tensor_parallel = config(2) | {"tensor_parallel": {"autotp_size": 2}}
-        found["world only"] = refusal(lambda: subgroup.initialize_over(group, model, tensor_parallel))
+        found["no grid"] = refusal(lambda: subgroup.initialize_over(group, model, tensor_parallel))
+        found["crooked"] = refusal(lambda: own_groups.make_grid([1, 2], 2))
     kind = stage3.DeepSpeedZeroOptimizer_Stage3
     method = kind._setup_for_real_optimizer
     del kind._setup_for_real_optimizer
@@ -297,8 +313,8 @@ def storage(seat: Seat) -> dict[str, Any]:
         }
         if engine is not None:
             found |= _rebuilt(engine, group, layout)
-            other = describe_odd(engine) if seat.rank == 2 else engine
-            found["differing"] = refusal(lambda: engines.share_layout(other, 3, seat.store, "layout/odd"))
+        with describing_odd(engine if seat.rank == 2 else None):
+            found["differing"] = refusal(lambda: engines.share_layout(engine, 3, seat.store, "layout/odd"))
         found["late"] = (
             "" if engine else refusal(lambda: engines.share_layout(None, 3, seat.store, "x", time_limit_s=0.2))
         )
@@ -308,7 +324,7 @@ def storage(seat: Seat) -> dict[str, Any]:
 def _rebuilt(engine: Any, group: Any, layout: Any) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    parts = engines.zero3_storage(engine)
+    parts = engines.weights_storage(engine)
     params = dict(engine.module.named_parameters())
     rank = dist.get_rank()
     right = {}
@@ -328,37 +344,18 @@ def _rebuilt(engine: Any, group: Any, layout: Any) -> dict[str, Any]:
     }
 
 
-def describe_odd(engine: Any) -> Any:
-    """The engine with one weight of another shape."""
-    weights = dict(engine.module.named_parameters())
-    name, param = next(iter(weights.items()))
-    odd = SimpleNamespace(ds_tensor=param.ds_tensor, ds_shape=(35,), ds_process_group=param.ds_process_group)
-    weights[name] = odd
-    return SimpleNamespace(module=SimpleNamespace(named_parameters=lambda **_: weights.items()))
-
-
-def placeholder(seat: Seat, rows: int, columns: int) -> dict[str, Any]:
-    """A large weight on one rank and on two: what the layout says, and what stands in the parameter itself."""
-    alone = subgroup.make_group([2])
-    found: dict[str, Any] = {}
-    for name, group in (("DP 1", alone), ("DP 2", pair(seat))):
-        if group is None:
-            continue
-        with subgroup.subgroup_engines():
-            model = torch.nn.utils.skip_init(torch.nn.Embedding, rows, columns, dtype=torch.bfloat16)
-            entries = config(dist.get_world_size(group)) | {"bf16": {"enabled": True}}
-            del entries["optimizer"]
-            engine = subgroup.initialize_over(group, model, entries)
-        layout = engines.zero3_layout(engine, seat.world_size)
-        found[name] = {
-            "shape": list(layout.specs["weight"].shape),
-            "numel": layout.specs["weight"].numel,
-            "local": list(engine.module.weight.shape),
-            "storage": engines.zero3_storage(engine)["weight"].numel(),
-            "ranks": list(layout.placements["weight"].ranks),
-        }
-        engine.destroy()
-    return found
+@contextlib.contextmanager
+def describing_odd(engine: Any | None) -> Iterator[None]:
+    """The engine's first weight says another shape meanwhile."""
+    weights = [] if engine is None else [next(engine.module.parameters())]
+    shapes = [param.ds_shape for param in weights]
+    for param in weights:
+        param.ds_shape = torch.Size([35])
+    try:
+        yield
+    finally:
+        for param, shape in zip(weights, shapes, strict=True):
+            param.ds_shape = shape
 
 
 def upstream(seat: Seat) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _inspect(engine: Any, geometry: models.Qwen3Geometry, group: Any, layout: An
     from deepspeed.utils import safe_get_full_fp32_param
 
     rank = dist.get_rank()
-    storage = engines.zero3_storage(engine)
+    storage = engines.weights_storage(engine)
     params = dict(engine.module.named_parameters())
     wrong = []
     for name, part in storage.items():

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaymeter.errors import DigestMismatch, InputError
+from relaymeter.relayout.combine import restrict_layout
 from relaymeter.relayout.digest import (
     BLOCK_WORDS,
     DIGEST_VERSION,
@@ -263,8 +264,27 @@ def test_what_a_bad_block_holds_is_told() -> None:
         ("a", 0, 1, "the bits of b, elements [4096, 8192)"),
         ("a", 1, 3, "the poison pattern: never written"),
         ("a", 3, 4, "zeros"),
-        ("b", 0, 1, ""),
+        ("b", 0, 1, "one changed element, 0"),
     ]
+
+
+@settings(max_examples=80, deadline=None)
+@given(dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_one_changed_element_is_named(dtype: str, seed: int, data: st.DataObject) -> None:
+    spec = TensorSpec("w", (9001,), dtype)
+    layout = zero3_layout({"w": spec}, (0,), 1)
+    values = random_bits(spec, seed)
+    wrong = values.clone()
+    index = data.draw(st.integers(0, 9000))
+    raw = wrong.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[spec.itemsize])
+    low = raw[index : index + 1].view(torch.uint8)[:4]  # of 8-byte elements, one half
+    before = low.clone()
+    low.copy_(torch.from_numpy(np.random.default_rng(seed).integers(0, 256, len(low), dtype=np.uint8)))
+    low[0] = before[0] ^ 1
+    report = compare(digest_all(layout, {"w": {0: values}}, False), digest_all(layout, {"w": {0: wrong}}, True))
+    (found,) = report.mismatches
+    assert found.start <= index < found.stop
+    assert found.found == f"one changed element, {index}"
 
 
 def test_storage_and_layouts_that_do_not_fit_are_refused() -> None:
@@ -277,6 +297,44 @@ def test_storage_and_layouts_that_do_not_fit_are_refused() -> None:
     odd = digest_all(other, {"odd": {0: torch.zeros(1, dtype=torch.int8)}}, False)
     with pytest.raises(InputError, match="one of layouts"):
         compare(odd, digest_all(destination, spread(destination, values), True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_of_a_partial_layout_what_it_holds_is_summed_and_named(dtype: str) -> None:
+    _, destination, values = two_layouts(dtype)
+    part = restrict_layout(destination, [3], name="lost rank")
+    held = spread(part, values)
+    found = digest_all(part, held, True)
+    assert {name: len(sums) for name, sums in found.sums.items()} == {"up": 1, "down": 1, "empty": 0, "norm": 1}
+    for name, box in (("up", np.s_[48:]), ("down", np.s_[:, 48:])):
+        spec = part.specs[name]
+        rest = torch.zeros_like(values[name])
+        rest.view(spec.shape)[box] = values[name].view(spec.shape)[box]
+        assert torch.equal(found.sums[name][0], block_sums(spec, whole(spec), [0], rest))
+    expected = LayoutDigest(part, DIGEST_VERSION, found.sums, expected=True)
+    held["down"][3].view(torch.uint8).fill_(POISON_BYTE)
+    held["up"][3].view(torch.uint8)[0] ^= 1
+    report = compare(expected, digest_all(part, held, True))
+    assert (report.passed, report.total) == (1, 3)
+    stop = 4096 + block_elements(part.specs["up"])
+    assert [str(mismatch) for mismatch in report.mismatches] == [
+        f"up, copy 0 (ranks 3), elements [4096, {stop}): holds one changed element, 4800",
+        "down, copy 0 (ranks 3), elements [0, 9600): holds the poison pattern: never written",
+    ]
+
+
+def test_sums_of_other_elements_or_dtypes_are_not_compared() -> None:
+    source, destination, values = two_layouts()
+    part = restrict_layout(destination, [0, 1, 2], names=list(values))
+    parts = digest_all(part, spread(part, values), True)
+    every = digest_all(source, spread(source, values), False)
+    with pytest.raises(InputError, match="layout tp holds tensor up in part: compare it with expected_digest"):
+        compare(every, parts)
+    with pytest.raises(InputError, match="layout tp holds tensor up in part: compare it with expected_digest"):
+        compare(parts, every)
+    wide, _, more = two_layouts("float32")
+    with pytest.raises(InputError, match="tensor up arrives in another dtype: compare it with expected_digest"):
+        compare(digest_all(wide, spread(wide, more), False), every)
 
 
 def test_a_large_column_shard_is_digested_in_parts() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from relaymeter.errors import InputError
 from relaymeter.relayout.layout import TensorSpec
-from relaymeter.relayout.messages import compile_rounds
-from relaymeter.relayout.packing import Storages, gather_copies, local_copies, part_offsets, scatter_copies
+from relaymeter.relayout.messages import compile_round
+from relaymeter.relayout.packing import MoveStorages, gather_copies, local_copies, scatter_copies
 from relaymeter.relayout.segments import DIRECT_MIN_BYTES, FROM_DESTINATION, FROM_SOURCE, PART_ALIGN, SegmentTable
+from relaymeter.relayout.traffic import Traffic, part_offsets
 
 Row = tuple[int, int, int, int, int, int, int, int, Sequence[int], Sequence[int], Sequence[int]]
 
@@ -29,8 +31,29 @@ def table_of(*rows: Row) -> SegmentTable:
     return SegmentTable(*columns, *boxes)
 
 
-def storages(specs: Sequence[TensorSpec], held: dict[str, torch.Tensor], layout: str = "source") -> Storages:
-    return Storages(specs, held, 0, layout)
+Held = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rows of one rank by hand."""
+
+    tensors: tuple[TensorSpec, ...]
+    table: SegmentTable
+    rounds: int
+    input_hash: bytes = b""
+
+    @property
+    def source_tensors(self) -> tuple[TensorSpec, ...]:
+        return self.tensors
+
+    def segments_for(self, rank: int) -> SegmentTable:
+        return self.table
+
+
+def storages(specs: Sequence[TensorSpec], source: Held, target: Held | None = None, *more: Held) -> MoveStorages:
+    """Storages of a move without casts; ``more`` are further source layouts."""
+    return MoveStorages(specs, specs, [source, *more], target or {}, 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,13 +82,14 @@ def test_segments_travel_through_a_buffer_unchanged(data: st.DataObject) -> None
     table = table_of(*rows)
     _, total = part_offsets(table.elements * np.asarray([s.itemsize for s in specs])[table.tensor])
     buffer = torch.full((total,), 77, dtype=torch.uint8)
-    gather_copies(table, buffer, storages(specs, source)).run()
-    scatter_copies(table, buffer, storages(specs, target, "destination")).run()
+    held = storages(specs, source, target)
+    gather_copies(table, buffer, held).run()
+    scatter_copies(table, buffer, held).run()
     for name, tensor in target.items():
         assert torch.equal(tensor, expected[name])
     for tensor in target.values():
         tensor.zero_()
-    local_copies(table, storages(specs, source), storages(specs, target)).run()
+    local_copies(table, held).run()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in target.items())
 
 
@@ -84,7 +108,7 @@ def test_raw_bits_survive() -> None:
     )  # signalling NaN, -0, NaN, denormal
     target = torch.zeros(4)
     table = table_of((0, 0, 1, 0, 0, FROM_SOURCE, 0, 0, [2, 2], [2, 1], [1, 2]))
-    local_copies(table, storages([spec], {"w": bits.view(torch.float32)}), storages([spec], {"w": target})).run()
+    local_copies(table, storages([spec], {"w": bits.view(torch.float32)}, {"w": target})).run()
     assert target.view(torch.int32).tolist() == bits[[0, 2, 1, 3]].tolist()
 
 
@@ -97,21 +121,23 @@ def test_transposed_and_skipping_sources_equal_a_contiguous_copy() -> None:
         (1, 0, 1, 0, 1, FROM_SOURCE, 0, 0, [8, 4], [8, 2], [4, 1]),
     )
     buffer = torch.zeros(16 * 8 + 32 * 8, dtype=torch.uint8)
-    gather_copies(table, buffer, storages(specs, {"square": square, "columns": wide})).run()
-    scatter_copies(table, buffer, storages(specs, target)).run()
+    held = storages(specs, {"square": square, "columns": wide}, target)
+    gather_copies(table, buffer, held).run()
+    scatter_copies(table, buffer, held).run()
     assert torch.equal(target["square"].view(4, 4), square.view(4, 4).t())
     assert torch.equal(target["columns"].view(8, 4), wide.view(8, 8)[:, ::2])
 
 
 def test_second_stage_rows_read_the_destination() -> None:
     spec = TensorSpec("w", (4,), "int16")
-    held = storages([spec], {"w": torch.full((4,), 1, dtype=torch.int16)})
-    hub = storages([spec], {"w": torch.full((4,), 2, dtype=torch.int16)})
+    held = storages(
+        [spec], {"w": torch.full((4,), 1, dtype=torch.int16)}, {"w": torch.full((4,), 2, dtype=torch.int16)}
+    )
     table = table_of(
         (0, 1, 1, 0, 1, FROM_SOURCE, 0, 0, [2], [1], [1]), (0, 1, 2, 0, 1, FROM_DESTINATION, 0, 0, [2], [1], [1])
     )
     buffer = torch.zeros(32, dtype=torch.uint8)
-    gather_copies(table, buffer, held, hub).run()
+    gather_copies(table, buffer, held).run()
     assert buffer.view(torch.int16).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 0, 0]
 
 
@@ -119,11 +145,11 @@ def test_storages_that_do_not_fit_are_refused() -> None:
     spec = TensorSpec("w", (10,), "float32")
     table = table_of((0, 0, 1, 0, 1, FROM_SOURCE, 6, 0, [5], [1], [1]))
     with pytest.raises(InputError, match="a segment needs element 10 of w, the storage handed in has 10"):
-        storages([spec], {"w": torch.zeros(20)[:10]}).views(table, "src")
+        storages([spec], {"w": torch.zeros(20)[:10]}).reads(table)
     with pytest.raises(InputError, match="the storage handed in has 0"):
-        storages([spec], {}).views(table, "src")
+        storages([spec], {}).reads(table)
     for wrong in (torch.zeros(10, dtype=torch.bfloat16), torch.zeros(2, 5), torch.zeros(20)[::2]):
-        with pytest.raises(InputError, match="storage of w must be a contiguous 1-D tensor of 4-byte elements"):
+        with pytest.raises(InputError, match="storage of w must be a contiguous 1-D tensor of float32"):
             storages([spec], {"w": wrong})
     with pytest.raises(InputError, match="a message of 32 bytes needs a uint8 buffer, got 16"):
         gather_copies(
@@ -144,10 +170,10 @@ def test_large_runs_are_messages_of_their_own_under_send_recv_only(executor: str
         (0, 0, 1, 0, 2, FROM_SOURCE, 0, 0, [2, count], [2 * count, 1], [count, 1]),
         (0, 0, 1, 0, 0, FROM_SOURCE, 0, 0, [count], [1], [1]),
     )
-    rounds, buffer = compile_rounds(
-        table, 2, rank=0, world_size=4, executor=executor, source=storages([spec], {"w": held}),
-        destination=storages([spec], {"w": torch.zeros_like(held)}), device=torch.device("cpu"),
-    )  # fmt: skip
+    traffic = Traffic(Schedule((spec,), table, 2), 0, 4, executor)
+    buffer = torch.zeros(traffic.buffer_bytes, dtype=torch.uint8)
+    move = storages([spec], {"w": held}, {"w": torch.zeros_like(held)})
+    rounds = [compile_round(traffic, number, move, buffer) for number in range(2)]
     whole, short, strided = 4 * count, 4 * count, 8 * count  # the short one is padded
     sizes = [(peer, tensor.numel()) for peer, tensor in rounds[0].sends]
     assert not rounds[1].sends

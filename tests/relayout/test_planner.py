@@ -190,3 +190,26 @@ def test_tensors_that_swap_sides_share_their_rounds():
     sent = np.zeros((4, 2))
     np.add.at(sent, (schedule.all_segments.round, schedule.all_segments.src_rank), 4096)
     assert sent.tolist() == [[3 * 4096] * 2] * 4
+
+
+def test_no_band_of_a_large_tensor_passes_the_bucket():
+    topology = Topology.grid(2, 1)
+    specs = {"w": TensorSpec("w", (1 << 24,), "float32")}
+    source, copy = zero3_layout(specs, (0,), 2), tensor_parallel_layout(specs, {"w": Cut(0)}, [(1,)], 2)
+    plan = plan_move(source, copy, topology)
+    for bucket_bytes in (1 << 20, 1_000_000, 4099):
+        schedule = build_schedule(plan, topology, block_groups(plan, topology).uniform(DIRECT), bucket_bytes)
+        table = schedule.all_segments
+        assert np.bincount(table.round, weights=table.elements * 4).max() <= bucket_bytes
+
+
+def test_a_conversion_is_packed_in_the_loads():
+    topology = Topology.grid(1, 2)
+    wide, narrow = ({"w": TensorSpec("w", (512, 512), dtype)} for dtype in ("float32", "bfloat16"))
+    source = zero3_layout(wide, (0,), 2)
+    plan = plan_move(source, zero3_layout(narrow, (1,), 2), topology, cast={"w": "bfloat16"})
+    loads = build_schedule(plan, topology, block_groups(plan, topology).uniform(DIRECT)).loads("send-recv")
+    assert loads.pack_bytes.tolist() == loads.unpack_bytes.tolist() == [512 * 512 * 2]
+    plan = plan_move(source, zero3_layout(wide, (1,), 2), topology)
+    loads = build_schedule(plan, topology, block_groups(plan, topology).uniform(DIRECT)).loads("send-recv")
+    assert loads.pack_bytes.tolist() == [0] and loads.messages.tolist() == [1]

@@ -1,16 +1,21 @@
-"""Fixtures for tests with several ranks: ``ranks(4)`` is a pool of four, shared by the whole test session."""
+"""Fixtures for cases with several ranks: ``ranks(4)`` is a pool of four (tests/dist/pool.py), shared by the session."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "dist"))
+
 from pool import RankPool
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """A pool of ranks by size. The pools of a session are shared by its tests and ended with it."""
+    """A pool of ranks by size, ended with the session."""
     pools: dict[int, RankPool] = {}
 
     def pool_of(size: int) -> RankPool:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from relaymeter import __version__
 from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError, RelaymeterError
-from relaymeter.harness.config import nearest
+from relaymeter.harness.config import EXECUTOR_CHOICES, PLANNER_CHOICES, nearest
 from relaymeter.relayout.topology import parse_grid
 from relaymeter.units import parse_bytes, parse_rate
 
@@ -23,7 +23,6 @@ __all__ = ["build_parser", "main"]
 
 #: The smallest bucket that the command line takes, in bytes.
 _LEAST_BUCKET = 4096
-_EXECUTORS = ("auto", "send-recv", "all-to-all")
 
 _EXIT_CODES = """exit codes: 0 ok; 2 bad usage, config or input; 3 a gate missed; 4 cannot decide; 5 nothing measured;
 6 wrong bits; 7 a rank was lost; 124 time limit; 130 interrupted; 1 a crash"""
@@ -69,6 +68,10 @@ def _nic(text: str) -> float | None:
     return None if text == "none" else float(_typed(parse_rate)(text))
 
 
+def _profile(text: str) -> Path | None:
+    return None if text == "none" else Path(text)
+
+
 def _fault(text: str) -> tuple[str, int]:
     kind, _, rank = text.partition(":")
     if kind not in ("flip", "kill", "stop") or not rank.isdigit():
@@ -84,29 +87,29 @@ def _add_output(parser: argparse.ArgumentParser, what: str) -> None:
     group.add_argument("--force", action="store_true", help="replace files that exist")
 
 
-def _add_ranks(parser: argparse.ArgumentParser, like: str | None, limit_s: int) -> None:
-    """``like``: what the cluster is by default, None for 2 nodes of 2 ranks, unshaped."""
+def _add_ranks(parser: argparse.ArgumentParser, like: str, limit_s: int) -> None:
+    """``like``: what says how many ranks there are by default, else 2 nodes of 2 ranks, unshaped; may be empty."""
     group = parser.add_argument_group(
         "ranks",
         "started on this machine: in a cluster in a box, or on loopback where the machine makes none (unshaped, nodes\n"
         "only declared). In a world that torchrun, deepspeed, srun or mpirun has made, that world is used.",
     )
     checked = "in a world that was joined only checked: their product is its size"
-    group.add_argument("--nodes", type=_count, metavar="N", help=f"nodes (default {like or 2}); {checked}")
+    group.add_argument("--nodes", type=_count, metavar="N", help=f"nodes (default {like}2); {checked}")
     group.add_argument(
-        "--ranks-per-node", type=_count, metavar="N", help=f"ranks on each node (default {like or 2}); {checked}"
+        "--ranks-per-node", type=_count, metavar="N", help=f"ranks on each node (default {like}2); {checked}"
     )
     group.add_argument(
         "--nic",
         type=_nic,
         default=argparse.SUPPRESS,
         metavar="RATE|none",
-        help=f"rate of a NIC each way, such as 400mbit; none: unshaped (default {like or 'none'})",
+        help=f"rate of a NIC each way, such as 400mbit; none: unshaped (default {like}none)",
     )
     group.add_argument(
         "--nic-per",
         choices=("rank", "node"),
-        help=f"one NIC for each rank, or one shared by a node's ranks (default {like or 'rank'}; "
+        help=f"one NIC for each rank, or one shared by a node's ranks (default {like}rank; "
         "in a world that was joined as the ranks see it)",
     )
     group.add_argument(
@@ -114,9 +117,23 @@ def _add_ranks(parser: argparse.ArgumentParser, like: str | None, limit_s: int) 
     )
 
 
-def _add_executor(parser: argparse.ArgumentParser, auto: str) -> None:
+def _add_executor(
+    parser: argparse.ArgumentParser, auto: str, *, both: bool = True, default: str | None = "auto"
+) -> None:
+    choices = EXECUTOR_CHOICES if both else tuple(name for name in EXECUTOR_CHOICES if name != "both")
+    side = "; both: one beside the other" if both else ""
     parser.add_argument(
-        "--executor", choices=_EXECUTORS, default="auto", help=f"exchange of a round (default auto: {auto})"
+        "--executor", choices=choices, default=default, help=f"exchange of a round (default auto: {auto}{side})"
+    )
+
+
+def _add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
+    parser.add_argument(
+        "--planner",
+        choices=PLANNER_CHOICES,
+        default=default,
+        help="who plans: classes, this package's own (default), affine, DeepSpeed's plan_transfer, which falls back to "
+        "classes where it cannot express a move, or both side by side",
     )
 
 
@@ -128,8 +145,13 @@ def _bucket(text: str) -> int:
     return size
 
 
-def _add_pricing(parser: argparse.ArgumentParser, scenario_help: str) -> None:
-    parser.add_argument("--scenario", required=True, metavar="NAME|FILE.toml", help=scenario_help)
+def _add_pricing(parser: argparse.ArgumentParser, scenario: argparse._MutuallyExclusiveGroup | None = None) -> None:
+    """``scenario``: the group of alternatives that ``--scenario`` is one of; None: it is required."""
+    options: dict[str, Any] = {"metavar": "NAME|FILE.toml", "help": "shipped scenario or a file"}
+    if scenario is None:
+        parser.add_argument("--scenario", required=True, **options)
+    else:
+        scenario.add_argument("--scenario", **options)
     parser.add_argument(
         "--move", action="append", metavar="NAME", help="only this move of the scenario (may be repeated; default all)"
     )
@@ -163,7 +185,9 @@ def build_parser() -> argparse.ArgumentParser:
         "relaymeter calibrate --nodes 2 --ranks-per-node 2 --nic 400mbit --out profile.json",
     )
     calibrate.add_argument("--out", required=True, type=Path, metavar="PROFILE", help="file to write the profile to")
-    _add_executor(calibrate, "both, first and most the backend's own: send-recv on gloo, all-to-all on NCCL")
+    _add_executor(
+        calibrate, "both, first and most the backend's own: send-recv on gloo, all-to-all on NCCL", both=False
+    )
     calibrate.add_argument("--quick", action="store_true", help="fewer sizes and samples: faster, wider intervals")
     calibrate.add_argument(
         "--budget",
@@ -171,7 +195,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="measuring time after which only what a price cannot do without is measured (default 60, with --quick 20)",
     )
-    _add_ranks(calibrate, None, 600)
+    _add_ranks(calibrate, "", 600)
     _add_output(calibrate, "also write the profile as JSON here")
     calibrate.set_defaults(handler=("commands_ranks", "calibrate"))
 
@@ -181,7 +205,7 @@ def build_parser() -> argparse.ArgumentParser:
         "relaymeter choose --profile profile.json --scenario demo",
     )
     choose.add_argument("--profile", required=True, type=Path, metavar="PROFILE", help="profile that calibrate wrote")
-    _add_pricing(choose, "shipped scenario or a file")
+    _add_pricing(choose)
     _add_executor(choose, "the one that the profile measured first")
     choose.add_argument(
         "--allow-mismatch", action="store_true", help="use a profile of another machine (stamped on the output)"
@@ -192,9 +216,10 @@ def build_parser() -> argparse.ArgumentParser:
     plan = add(
         "plan",
         "plan and price on metadata alone: any number of ranks, no GPU, nothing started",
-        "relaymeter plan --scenario qwen3-32b --topology 16x8 --profile profile.json",
+        "relaymeter plan --scenario qwen3-32b --topology 16x8 --profile profile.json\n"
+        "  relaymeter plan --scenario transitions --topology 2x4 --planner both --out plan.json",
     )
-    _add_pricing(plan, "shipped scenario or a file")
+    _add_pricing(plan)
     plan.add_argument(
         "--topology",
         required=True,
@@ -206,19 +231,55 @@ def build_parser() -> argparse.ArgumentParser:
         "--nic-per", choices=("rank", "node"), default="rank", help="NICs of the planned cluster (default rank)"
     )
     plan.add_argument("--profile", type=Path, metavar="PROFILE", help="price with this profile, of whatever machine")
+    _add_planner(plan, "classes")
     _add_executor(plan, "the one that the profile measured first; without a profile send-recv")
+    plan.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the plans themselves, with their routes: run --plan FILE runs them",
+    )
     _add_output(plan, "write the plan as JSON")
     plan.set_defaults(handler=("commands_offline", "plan"))
 
     run = add(
         "run",
         "move real weights by every route, check every bit, and table predicted against measured",
-        "relaymeter run --profile profile.json --scenario smoke --json rows.jsonl",
+        "relaymeter run --profile profile.json --scenario smoke --json rows.jsonl\n"
+        "  relaymeter run --suite transitions --nic 400mbit\n"
+        "  relaymeter run --plan plan.json\n"
+        "  relaymeter run --scenario transitions --move tp4-tp2x2 --nodes 2 --ranks-per-node 4 --max-extra 2MiB",
     )
-    run.add_argument("--profile", required=True, type=Path, metavar="PROFILE", help="profile that calibrate wrote")
-    _add_pricing(run, "shipped scenario or a file")
-    _add_executor(run, "send-recv on gloo, all-to-all on NCCL")
-    run.add_argument("--repeats", type=_count, default=5, metavar="N", help="timed repeats of each route (default 5)")
+    what = run.add_argument_group("what moves (one of these)").add_mutually_exclusive_group(required=True)
+    _add_pricing(run, what)
+    what.add_argument(
+        "--suite",
+        metavar="NAME|FILE.toml",
+        help="scenario with defaults of its own for planner, executor, repeats and ranks, in one table: transitions",
+    )
+    what.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="exactly what plan --out wrote: its scenario, planner, executor, routes and buckets",
+    )
+    run.add_argument(
+        "--profile",
+        type=_profile,
+        metavar="PROFILE|none",
+        help="profile that calibrate wrote; without one rows are measured and verified, but not priced, and no route "
+        "is chosen",
+    )
+    _add_planner(run, None)
+    _add_executor(run, "send-recv on gloo, all-to-all on NCCL", default=None)
+    run.add_argument(
+        "--max-extra",
+        type=_typed(parse_bytes),
+        metavar="SIZE",
+        help="bounded memory, for moves from the old replicas within the same ranks: a rank holds at most SIZE more "
+        "than the larger of its two layouts, and the old replica is given up as it is read",
+    )
+    run.add_argument("--repeats", type=_count, metavar="N", help="timed repeats of a row (default 5, or the suite's)")
     run.add_argument(
         "--move-limit", type=_seconds, default=60.0, metavar="SECONDS", help="limit of one move (default 60)"
     )
@@ -232,9 +293,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--results", type=Path, metavar="DIR", help="also keep rows, profile and plot under DIR/<machine>/"
     )
     run.add_argument("--fault", type=_fault, help=argparse.SUPPRESS)
-    _add_ranks(run, "as the profile was measured", 1800)
+    _add_ranks(run, "as the profile, plan or suite says, else ", 1800)
     _add_output(run, "write the rows as JSON Lines")
-    run.set_defaults(handler=("commands_ranks", "run"))
+    run.set_defaults(handler=("commands_run", "run"))
     return parser
 
 

@@ -1,7 +1,7 @@
 """Configuration: TOML and JSON read into frozen, keyword-only models that refuse what they do not know.
 
 ``read_toml(path, Scenario)`` gives a checked Scenario or one line of InputError that names file, key and what is valid.
-No torch import.
+What the ranks of a command are told is in ``jobs``. No torch import.
 """
 
 from __future__ import annotations
@@ -24,23 +24,36 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "CalibrateJob",
-    "ClusterConfig",
+    "EXECUTOR_CHOICES",
+    "PLANNER_CHOICES",
     "Config",
-    "Fault",
+    "Count",
+    "Degrees",
+    "ExecutorChoice",
     "ModelConfig",
     "MoveConfig",
     "NodeChoice",
-    "RunJob",
-    "RunStamp",
+    "PlannerChoice",
     "Scenario",
+    "Seconds",
     "SourceConfig",
+    "SourceName",
+    "SuiteConfig",
+    "Whole",
     "check",
     "nearest",
     "read_toml",
 ]
 
 _HALVES = ("first-half", "second-half", "all")
+#: Where a move may start from: the scenario's source, or the replicas that the move replaces.
+SourceName = Literal["trainer", "old"]
+_SOURCES = ("trainer", "old", "both")
+#: What ``--planner`` and ``--executor`` take.
+PlannerChoice = Literal["classes", "affine", "both"]
+ExecutorChoice = Literal["auto", "send-recv", "all-to-all", "both"]
+PLANNER_CHOICES: tuple[str, ...] = typing.get_args(PlannerChoice)
+EXECUTOR_CHOICES: tuple[str, ...] = typing.get_args(ExecutorChoice)
 
 
 def nearest(value: str, valid: Iterable[str]) -> str:
@@ -61,6 +74,37 @@ def _node_choice(value: Any) -> Any:
     return tuple(value)
 
 
+def _numbers(value: Any, least: int) -> bool:
+    """Whether ``value`` is a list of at least one whole number from ``least`` up."""
+    return isinstance(value, list | tuple) and bool(value) and all(type(n) is int and n >= least for n in value)
+
+
+def _degrees(value: Any) -> Any:
+    if _numbers(value, 1) and max(value) <= MAX_COUNT:
+        return tuple(value)
+    if type(value) is not int or not 1 <= value <= MAX_COUNT:
+        raise ValueError("give the ranks of one replica, at least 1, or a list with the ranks of each replica")
+    return value
+
+
+def _rank_list(value: Any) -> Any:
+    if not _numbers(value, 0) or len(set(value)) != len(value):
+        raise ValueError("give a list of different rank numbers, such as [5]")
+    return tuple(value)
+
+
+def _sources(value: Any) -> Any:
+    if value == "both":
+        return ("old", "trainer")
+    if isinstance(value, str) and value in _SOURCES:
+        return (value,)
+    names = [name for name in value if isinstance(name, str)] if isinstance(value, list | tuple) else []
+    if not names or len(names) != len(value) or len(set(names)) != len(names) or not set(names) <= {"trainer", "old"}:
+        hint = f" ({nearest(value, _SOURCES)})" if isinstance(value, str) else ""
+        raise ValueError(f"give 'trainer', 'old', 'both', or a list of the first two, the preferred one first{hint}")
+    return tuple(names)
+
+
 #: The most that a number in a file may be: every product of a few stays exact, and a slip of the finger is refused.
 MAX_COUNT = 2**40
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
@@ -68,6 +112,12 @@ Whole = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: Nodes of a topology: a half of them by number (the first one is the larger), all, or a list of numbers.
 NodeChoice = Annotated[Literal["first-half", "second-half", "all"] | tuple[int, ...], BeforeValidator(_node_choice)]
+#: Ranks of one replica where all are alike, or of each replica.
+Degrees = Annotated[int | tuple[int, ...], BeforeValidator(_degrees)]
+#: Ranks of the world.
+RankList = Annotated[tuple[int, ...], BeforeValidator(_rank_list)]
+#: Where a move starts from, the preferred source first.
+SourceNames = Annotated[tuple[SourceName, ...], BeforeValidator(_sources)]
 
 
 class Config(BaseModel):
@@ -133,18 +183,83 @@ class SourceConfig(Config):
 
 
 class MoveConfig(Config):
-    """One move: the tensor-parallel replicas, or the layout file, that the weights go to."""
+    """One move: where the weights go, and which layouts they come from."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
     """Name of the move in tables and records."""
-    tensor_parallel: Count = 1
-    """Ranks of one replica, neighbours by rank."""
+    kind: Literal["replicas", "zero3"] = "replicas"
+    """What the weights become: tensor-parallel ``replicas``, or partitions of ``zero3`` over the ranks of ``nodes``."""
+    tensor_parallel: Degrees = 1
+    """Ranks of one replica, neighbours by rank; a list gives the ranks of each replica."""
     replicas: Count | None = None
     """Copies of the model; by default as many as the ranks of ``nodes`` hold."""
     nodes: NodeChoice = "second-half"
     """Nodes whose ranks hold the replicas."""
+    only_ranks: RankList | None = None
+    """The ranks whose shards move, such as one that was lost; by default all that hold a part."""
     layout: str | None = None
     """Layout file instead of replicas, relative to the scenario file."""
+    sources: SourceNames = Field(default=("trainer",), alias="from")
+    """``trainer``: the scenario's source; ``old``: replicas that hold the weights; ``both``: old, then trainer."""
+    from_tensor_parallel: Degrees | None = None
+    """Ranks of one old replica, or a list; needed where the old replicas are a source."""
+    from_replicas: Count | None = None
+    """Old copies of the model; by default as many as the ranks of ``from_nodes`` hold."""
+    from_nodes: NodeChoice = "second-half"
+    """Nodes whose ranks hold the old replicas."""
+    from_lost_ranks: RankList | None = None
+    """Ranks of the old replicas whose shards are lost."""
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> MoveConfig:
+        old = {
+            "from_tensor_parallel": self.from_tensor_parallel is not None,
+            "from_replicas": self.from_replicas is not None,
+            "from_nodes": self.from_nodes != "second-half",
+            "from_lost_ranks": self.from_lost_ranks is not None,
+        }
+        given = [key for key, is_given in old.items() if is_given]
+        if "old" not in self.sources and given:
+            raise ValueError(f"{given[0]} says what the old replicas are: it needs from = 'old' or 'both'")
+        if "old" in self.sources and self.from_tensor_parallel is None:
+            raise ValueError("from_tensor_parallel is missing: it says how the old replicas are cut")
+        if self.kind == "zero3" and (self.tensor_parallel != 1 or self.replicas or self.layout):
+            key = "layout" if self.layout else "replicas" if self.replicas else "tensor_parallel"
+            raise ValueError(f"kind 'zero3' takes no {key}: every rank of nodes gets a partition")
+        for prefix, degrees, copies in (
+            ("", self.tensor_parallel, self.replicas),
+            ("from_", self.from_tensor_parallel, self.from_replicas),
+        ):
+            if isinstance(degrees, tuple) and copies is not None:
+                raise ValueError(
+                    f"{prefix}tensor_parallel {list(degrees)} gives each of {len(degrees)} replicas its ranks: "
+                    f"leave {prefix}replicas out"
+                )
+        return self
+
+    def degrees(self) -> tuple[int, ...]:
+        """Every tensor-parallel degree that the move names, old and new."""
+        found: list[int] = []
+        for given in (self.tensor_parallel, self.from_tensor_parallel):
+            found += [given] if isinstance(given, int) else given or ()
+        return tuple(dict.fromkeys(found))
+
+
+class SuiteConfig(Config):
+    """What ``run --suite`` takes where the command line says nothing else."""
+
+    planner: PlannerChoice = "classes"
+    """Planner, or both side by side."""
+    executor: ExecutorChoice = "auto"
+    """Executor, or both side by side."""
+    repeats: Count = 5
+    """Timed repeats of each row."""
+    bucket_bytes: Annotated[int, Field(strict=True, ge=4096, le=MAX_COUNT)] | None = None
+    """Bytes of a bucket on one rank; by default by the move's size."""
+    nodes: Count = 2
+    """Nodes of the cluster to start where there is no profile."""
+    ranks_per_node: Count = 2
+    """Ranks on each of them."""
 
 
 class Scenario(Config):
@@ -157,7 +272,9 @@ class Scenario(Config):
     source: SourceConfig = SourceConfig()
     """Where it is."""
     moves: Annotated[tuple[MoveConfig, ...], Field(min_length=1)]
-    """Where it goes: every move starts from the source."""
+    """Where it goes, and from which source."""
+    suite: SuiteConfig | None = None
+    """Defaults of ``run --suite``; None: the scenario is no suite."""
 
     @model_validator(mode="after")
     def _moves_fit(self) -> Scenario:
@@ -166,102 +283,14 @@ class Scenario(Config):
         if twice:
             raise ValueError(f"two [[moves]] are named {twice[0]!r}: give each a name of its own")
         for move in self.moves:
-            left = self.model.num_attention_heads % move.tensor_parallel
-            if left:
-                raise ValueError(
-                    f"move {move.name}: num_attention_heads {self.model.num_attention_heads} % tensor_parallel "
-                    f"{move.tensor_parallel} = {left}, not 0"
-                )
+            for degree in move.degrees():
+                left = self.model.num_attention_heads % degree
+                if left:
+                    raise ValueError(
+                        f"move {move.name}: num_attention_heads {self.model.num_attention_heads} % tensor_parallel "
+                        f"{degree} = {left}, not 0"
+                    )
         return self
-
-
-class Fault(Config):
-    """A fault for tests, put into the last repeat of a move: what breaks, on which rank."""
-
-    kind: Literal["flip", "kill", "stop"]
-    """``flip`` one received bit, ``kill`` (SIGKILL) or ``stop`` (SIGSTOP) the rank in the middle of the move."""
-    rank: Whole
-    """Rank it happens on."""
-
-
-class ClusterConfig(Config):
-    """The ranks that a command starts on this machine."""
-
-    nodes: Count
-    """Nodes."""
-    ranks_per_node: Count
-    """Ranks on each of them."""
-    nic_per: Literal["rank", "node"] = "rank"
-    """One NIC for each rank, or one shared by the ranks of a node."""
-    nic_rate_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
-    """What a NIC passes each way, headers included; None: unshaped."""
-    shape: bool = True
-    """Whether the nodes are network namespaces of their own (needs root), or only declared on loopback."""
-
-
-class RunStamp(Config):
-    """What the rows of a launch have in common."""
-
-    utc: str
-    """When the launch began, ISO 8601."""
-    launch_id: str
-    """Shared by the rows of the launch."""
-    machine_id: str
-    """Hash of the environment that matters."""
-    commit: str | None
-    """Source revision, if this is a checkout."""
-    mismatch: tuple[str, ...] = ()
-    """Where the profile's fingerprint differs from this machine."""
-    shaped: bool = False
-    """Whether the kernel holds the NICs' rates."""
-
-
-class CalibrateJob(Config):
-    """What every rank of ``calibrate`` is told."""
-
-    kind: Literal["calibrate"] = "calibrate"
-    """Which job this is."""
-    executor: str
-    """Executor whose exchanges are measured."""
-    quick: bool
-    """Fewer sizes and samples: seconds instead of a minute, wider intervals."""
-    budget_s: Seconds | None
-    """Time after which no further cell is begun; None for the default."""
-    time_limit_s: Seconds
-    """Limit of the whole job."""
-    nic_per: Literal["rank", "node"] | None = None
-    """NICs as declared, in a world that this command did not make; None: as the ranks see them."""
-    cluster: ClusterConfig | None = None
-    """How the ranks were started, kept in the profile; None in a world that was joined."""
-
-
-class RunJob(Config):
-    """What every rank of ``run`` is told."""
-
-    kind: Literal["run"] = "run"
-    """Which job this is."""
-    scenario: Scenario
-    """The whole scenario."""
-    profile: str
-    """Path of the profile to price with."""
-    executor: str
-    """Executor of the rounds."""
-    bucket_bytes: Count | None
-    """Bytes of a bucket; None: by the move's size."""
-    repeats: Count
-    """Timed repeats of each route."""
-    time_limit_s: Seconds
-    """Limit of the whole job."""
-    move_limit_s: Seconds
-    """Limit of one move."""
-    allow_mismatch: bool = False
-    """Whether a profile of another topology may price this one."""
-    nic_per: Literal["rank", "node"] | None = None
-    """NICs as declared, in a world that this command did not make."""
-    stamp: RunStamp
-    """What the rows have in common."""
-    fault: Fault | None = None
-    """A fault to put in (tests)."""
 
 
 _Model = TypeVar("_Model", bound=Config)
@@ -328,7 +357,7 @@ def _keys_at(model: type[Config], loc: tuple[int | str, ...]) -> list[str]:
         if isinstance(part, str) and part in model.model_fields:
             inner = _config_in(model.model_fields[part].annotation)
             model = inner or model
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _config_in(annotation: Any) -> type[Config] | None:

@@ -9,31 +9,65 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relaymeter.errors import InputError
-from relaymeter.harness.config import Scenario, nearest
-from relaymeter.harness.scenario import destination_layout, source_layout
+from relaymeter.harness.config import Scenario, SourceName, nearest
+from relaymeter.harness.scenario import destination_layout, old_ranks, source_layouts
 from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.planner import MovePlan, plan_move
 from relaymeter.relayout.routes import ROUTES, BlockGroups, block_groups
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, Schedule, build_schedule
+from relaymeter.relayout.segments import source_space
+from relaymeter.relayout.timeline import choose_bucket
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["PlannedMove", "default_bucket_bytes", "default_executor", "plan_scenario", "route_bytes", "select_moves"]
+__all__ = [
+    "PLANNERS",
+    "Fallback",
+    "PlannedMove",
+    "bounded_schedule",
+    "default_bucket_bytes",
+    "default_executor",
+    "executors_of",
+    "plan_layouts",
+    "plan_scenario",
+    "planners_of",
+    "refuse_unbounded",
+    "route_bytes",
+    "select_moves",
+]
 
+#: The planners, our own first.
+PLANNERS = ("classes", "affine")
+_EXECUTORS = ("send-recv", "all-to-all")
 _LARGEST_BUCKET = 256 << 20
 _BUCKETS_WANTED = 24
 
 
+@dataclass(frozen=True)
+class Fallback:
+    """Tensors that the affine planner left to our own for one reason; ``labels`` are their names, folded."""
+
+    reason: str
+    tensors: int
+    labels: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedMove:
-    """One move before a route is chosen. ``plan_s`` is what layouts, planning and grouping took."""
+    """One move by one planner, before a route is chosen.
+
+    ``sources`` are the layouts it starts from by name, the preferred one first. ``plan_s`` is what layouts, planning
+    and grouping took.
+    """
 
     name: str
-    source: Layout
+    planner: str
+    sources: Mapping[SourceName, Layout]
     destination: Layout
     plan: MovePlan
     groups: BlockGroups
@@ -51,6 +85,43 @@ class PlannedMove:
         """The route arrays that send every group one way, by name."""
         return {name: self.groups.uniform(code) for code, name in enumerate(ROUTES)}
 
+    @cached_property
+    def segments(self) -> int:
+        """Strided copies of the direct route, over all tensors."""
+        return sum(len(found.src_rank) * len(found.tensors) for found in self.plan.classes)
+
+    @cached_property
+    def source_bytes(self) -> Mapping[SourceName, int]:
+        """Destination bytes by the source layout that serves them."""
+        served = dict.fromkeys(self.sources, 0)
+        for name, space in zip(self.sources, (source_space(k) for k in range(len(self.sources))), strict=True):
+            for found in self.plan.classes:
+                size = np.prod(found.shape, axis=1, dtype=np.int64) * found.itemsize * len(found.tensors)
+                served[name] += int(size[found.src_space == space].sum())
+        return served
+
+    @cached_property
+    def bytes_in_rank(self) -> int:
+        """Destination bytes that a rank copies from its own storage, whatever the route."""
+        total = 0
+        for found in self.plan.classes:
+            size = np.prod(found.shape, axis=1, dtype=np.int64) * found.itemsize * len(found.tensors)
+            total += int(size[found.src_rank == found.dst_rank].sum())
+        return total
+
+    @cached_property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """What the planner could not express, by reason, the most tensors first."""
+        found: dict[str, tuple[int, list[str]]] = {}
+        for index, one in enumerate(self.plan.classes):
+            names = [self.plan.tensors[int(tensor)].name for tensor in one.tensors]
+            reason = self.plan.fallbacks.get(names[0], "") if names else ""
+            if reason:
+                count, labels = found.get(reason, (0, []))
+                found[reason] = (count + len(names), [*labels, self.plan.label(index)])
+        order = sorted(found.items(), key=lambda item: -item[1][0])
+        return tuple(Fallback(reason, count, tuple(dict.fromkeys(labels))) for reason, (count, labels) in order)
+
 
 def select_moves(scenario: Scenario, names: Sequence[str] | None) -> Scenario:
     """The scenario with only the moves of these names (None: all). Raises InputError on a name it has not."""
@@ -61,6 +132,21 @@ def select_moves(scenario: Scenario, names: Sequence[str] | None) -> Scenario:
         if name not in have:
             raise InputError(f"scenario {scenario.name} has no move {name!r}: {nearest(name, have)}")
     return scenario.model_copy(update={"moves": tuple(m for m in scenario.moves if m.name in names)})
+
+
+def planners_of(choice: str) -> tuple[str, ...]:
+    """The planners that ``classes``, ``affine`` or ``both`` stands for."""
+    return PLANNERS if choice == "both" else (choice,)
+
+
+def executors_of(choice: str, *, backend: str = "gloo") -> tuple[str, ...]:
+    """The executors that ``auto``, ``both`` or a name stands for on a backend, its own first."""
+    own = default_executor("auto", backend=backend)
+    return (
+        tuple(sorted(_EXECUTORS, key=lambda name: name != own))
+        if choice == "both"
+        else (own if choice == "auto" else choice,)
+    )
 
 
 def default_executor(executor: str, *, backend: str = "gloo") -> str:
@@ -85,23 +171,71 @@ def default_bucket_bytes(plan: MovePlan) -> int:
     return int(min(max(wanted, DEFAULT_BUCKET_BYTES), _LARGEST_BUCKET))
 
 
+def plan_layouts(sources: Sequence[Layout], destination: Layout, topology: Topology, planner: str) -> MovePlan:
+    """Plan one move with a planner of ``PLANNERS``. Raises LayoutError. Pure; ``affine`` imports DeepSpeed."""
+    if planner == "affine":
+        from relaymeter.relayout.affine import plan_move_affine
+
+        return plan_move_affine(sources, destination, topology)
+    return plan_move(sources, destination, topology)
+
+
 def plan_scenario(
-    scenario: Scenario, topology: Topology, bucket_bytes: int | None = None, source: Layout | None = None
+    scenario: Scenario,
+    topology: Topology,
+    bucket_bytes: int | None = None,
+    source: Layout | None = None,
+    planners: Sequence[str] = PLANNERS[:1],
 ) -> tuple[PlannedMove, ...]:
-    """Plan every move of ``scenario``. ``source`` replaces the scenario's own (a live engine's). Raises LayoutError."""
-    begin = time.perf_counter()
-    before = source_layout(scenario, topology) if source is None else source
-    source_s = time.perf_counter() - begin
-    planned = []
+    """Plan every move of ``scenario`` with every planner, move after move. Raises LayoutError.
+
+    ``source`` replaces the scenario's own (a live engine's). The planners of a move share its bucket.
+    """
+    planned: list[PlannedMove] = []
     for move in scenario.moves:
         begin = time.perf_counter()
+        before = source_layouts(scenario, move, topology, source)
         after = destination_layout(scenario, move, topology)
-        plan = plan_move(before, after, topology)
-        groups = block_groups(plan, topology)
-        plan_s = source_s + time.perf_counter() - begin
-        size = bucket_bytes or default_bucket_bytes(plan)
-        planned.append(PlannedMove(move.name, before, after, plan, groups, topology, size, plan_s))
+        layouts_s = time.perf_counter() - begin
+        size = bucket_bytes
+        for planner in planners:
+            begin = time.perf_counter()
+            plan = plan_layouts(tuple(before.values()), after, topology, planner)
+            groups = block_groups(plan, topology)
+            plan_s = layouts_s + time.perf_counter() - begin
+            size = size or default_bucket_bytes(plan)
+            planned.append(PlannedMove(move.name, planner, before, after, plan, groups, topology, size, plan_s))
     return tuple(planned)
+
+
+def refuse_unbounded(scenario: Scenario, topology: Topology) -> None:
+    """Raise InputError for the first move that cannot give its source up: it may not leave the old replicas' ranks."""
+    for move in scenario.moves:
+        what = f"--max-extra: scenario {scenario.name}, move {move.name}"
+        if move.sources != ("old",):
+            raise InputError(
+                f"{what} reads from {' and '.join(move.sources)}: only old replicas can be given up, the trainer goes "
+                "on with what it holds; pick moves with from = 'old' by --move"
+            )
+        before = {rank for ranks in old_ranks(scenario, move, topology) for rank in ranks}
+        before -= set(move.from_lost_ranks or ())
+        layout = destination_layout(scenario, move, topology)
+        after = {int(rank) for place in layout.placements.values() for rank in set(place.rank.tolist())}
+        if before != after:
+            odd = min(before ^ after)
+            side = "only the old replicas" if odd in before else "only the new ones"
+            raise InputError(f"{what}: rank {odd} belongs to {side}: bounded memory is for moves within the same ranks")
+
+
+def bounded_schedule(move: PlannedMove, codes: NDArray[np.int8], executor: str, max_extra_bytes: int) -> Schedule:
+    """The schedule of the largest bucket with which no rank holds over ``max_extra_bytes`` beyond its larger layout,
+    the source being given up. Raises InputError where none fits, with the least that would. Pure."""
+
+    def build(bucket_bytes: int) -> Schedule:
+        return build_schedule(move.plan, move.topology, codes, bucket_bytes)
+
+    layouts = tuple(move.sources.values())
+    return build(choose_bucket(build, layouts, move.destination, executor, max_extra_bytes).bucket_bytes)
 
 
 def route_bytes(groups: BlockGroups, codes: NDArray[np.int8]) -> Mapping[str, int]:

@@ -17,6 +17,7 @@ __all__ = ["PLOT_FORMATS", "check_plot", "plot_rows"]
 #: Endings that a plot's file may have.
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
+_PANELS_A_LINE = 5
 _MEASURED, _PREDICTED, _BOUND = "#3b6ea5", "#d9a441", "#444444"
 
 
@@ -28,7 +29,8 @@ def check_plot(path: Path, *, force: bool = False) -> None:
 
 
 def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) -> None:
-    """Draw ``rows`` into ``path``: a measured and a predicted bar per route with their intervals, a line at the bound.
+    """Draw ``rows`` into ``path``, a panel per move: a measured and a predicted bar per row with intervals, a line
+    at the bound; without prices the measured bars alone.
 
     Raises InputError where the file exists (no ``force``) or has another ending.
     """
@@ -37,18 +39,28 @@ def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) ->
 
     check_plot(path, force=force)
     moves = list(dict.fromkeys(row.move for row in rows))
-    figure = Figure(figsize=(1.2 + 4.2 * max(1, len(moves)), 4.2), layout="constrained")
+    columns = max(1, min(len(moves), _PANELS_A_LINE))
+    lines = max(1, -(-len(moves) // columns))
+    kinds = [kind for kind in ("planner", "executor") if len({getattr(row, kind) for row in rows}) > 1]
+    figure = Figure(figsize=(1.2 + 4.2 * columns, 4.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, max(1, len(moves)), squeeze=False)[0]
+    panels = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
+    for panel in panels[len(moves) :]:
+        panel.set_visible(False)
     for panel, move in zip(panels, moves, strict=False):
         found = [row for row in rows if row.move == move]
         _bars(panel, found, -0.2, _MEASURED, "measured", ("measured_s", "measured_low_s", "measured_high_s"))
         _bars(panel, found, 0.2, _PREDICTED, "predicted", ("predicted_s", "predicted_low_s", "predicted_high_s"))
         bound = found[0]
-        panel.axhline(bound.bound_s, color=_BOUND, linestyle="--", linewidth=1, label="lower bound")
-        panel.set_xticks(range(len(found)), [row.route for row in found])
+        names = [", ".join([*(getattr(row, kind) for kind in kinds), row.route]) for row in found]
+        panel.set_xticks(range(len(found)), names)
+        if kinds:
+            panel.tick_params(axis="x", rotation=90, labelsize=7)
         title = f"{bound.scenario}, move {move}: {bound.ranks} ranks on {bound.nodes} nodes"
-        panel.set_title(f"{title}\nbound {format_seconds(bound.bound_s)} ({bound.bound_by})", fontsize=9)
+        if bound.bound_s is not None:
+            panel.axhline(bound.bound_s, color=_BOUND, linestyle="--", linewidth=1, label="lower bound")
+            title += f"\nbound {format_seconds(bound.bound_s)} ({bound.bound_by})"
+        panel.set_title(title, fontsize=9)
         panel.set_ylabel("seconds")
         panel.margins(y=0.2)
         panel.set_ylim(bottom=0)
@@ -64,6 +76,8 @@ def _bars(
     panel: object, rows: Sequence[MoveRecord], shift: float, colour: str, label: str, names: tuple[str, str, str]
 ) -> None:
     values = [[getattr(row, name) for name in names] for row in rows]
+    if all(middle is None for middle, _, _ in values):
+        return
     height = [middle or 0.0 for middle, _, _ in values]
     below = [(m - low) if m is not None and low is not None else 0.0 for m, low, _ in values]
     above = [(high - m) if m is not None and high is not None else 0.0 for m, _, high in values]
@@ -71,4 +85,5 @@ def _bars(
     bars = panel.bar(  # type: ignore[attr-defined]
         at, height, width=0.38, color=colour, label=label, yerr=[below, above], ecolor=_BOUND, capsize=3
     )
-    panel.bar_label(bars, labels=[f"{h:.3g}" if h else "" for h in height], padding=3, fontsize=7)  # type: ignore[attr-defined]
+    size, texts = 7 if len(rows) <= 6 else 5, [f"{h:.3g}" if h else "" for h in height]
+    panel.bar_label(bars, labels=texts, padding=3, fontsize=size)  # type: ignore[attr-defined]

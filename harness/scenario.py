@@ -1,12 +1,13 @@
 """Scenarios: finding them by name or file, and laying one out over the ranks of a topology.
 
-``load_scenario("smoke")`` reads a shipped one; ``source_layout(scenario, topology)`` and ``destination_layout(scenario,
-move, topology)`` are the two ends of a move, from metadata alone. Pure, any rank, no torch import.
+``load_scenario("smoke")`` reads a shipped one; ``source_layouts(scenario, move, topology)`` and
+``destination_layout(scenario, move, topology)`` are the two ends of a move, from metadata alone. Pure, any rank, no
+torch import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -15,20 +16,37 @@ import numpy as np
 from pydantic import Field
 
 from relaymeter.errors import InputError, LayoutError
-from relaymeter.harness.config import Config, Count, MoveConfig, NodeChoice, Scenario, Whole, check, nearest, read_toml
+from relaymeter.harness.config import (
+    Config,
+    Count,
+    Degrees,
+    MoveConfig,
+    NodeChoice,
+    Scenario,
+    SourceName,
+    Whole,
+    check,
+    nearest,
+    read_toml,
+)
 from relaymeter.harness.models import tensor_parallel_cuts, weight_aliases, weight_specs
 from relaymeter.records import load_json
 from relaymeter.relayout.geometry import row_major_strides
 from relaymeter.relayout.layout import Layout, Placement, TensorSpec
-from relaymeter.relayout.placements import tensor_parallel_layout, zero3_layout
+from relaymeter.relayout.placements import restrict_layout, tensor_parallel_layout, zero3_layout
 from relaymeter.relayout.topology import Topology
 
 __all__ = [
     "destination_layout",
     "load_scenario",
+    "load_suite",
+    "old_layout",
+    "old_ranks",
     "replica_ranks",
     "shipped_scenarios",
+    "shipped_suites",
     "source_layout",
+    "source_layouts",
     "source_ranks",
 ]
 
@@ -39,6 +57,7 @@ class _Piece(Config):
     rank: Whole
     lo: tuple[Whole, ...]
     shape: tuple[Count, ...]
+    copy_number: Whole = Field(default=0, alias="copy")
 
 
 class _LayoutFile(Config):
@@ -51,6 +70,22 @@ def shipped_scenarios() -> tuple[str, ...]:
     """Names of the scenarios that come with the package."""
     folder = files("relaymeter.harness") / "scenarios"
     return tuple(sorted(e.name.removesuffix(".toml") for e in folder.iterdir() if e.name.endswith(".toml")))
+
+
+def shipped_suites() -> tuple[str, ...]:
+    """Names of the shipped scenarios that are suites."""
+    return tuple(name for name in shipped_scenarios() if load_scenario(name).suite is not None)
+
+
+def load_suite(text: str) -> Scenario:
+    """The shipped suite named ``text``, or the one in the TOML file ``text``. Raises InputError."""
+    names = shipped_suites()
+    if text not in names and Path(text).suffix != ".toml" and "/" not in text:
+        raise InputError(f"unknown suite {text!r}: {nearest(text, names)}, or a path ending in .toml")
+    scenario = load_scenario(text)
+    if scenario.suite is None:
+        raise InputError(f"{text} is no suite: add the table [suite] to it, or run it with --scenario {text}")
+    return scenario
 
 
 def load_scenario(text: str) -> Scenario:
@@ -98,22 +133,46 @@ def source_ranks(scenario: Scenario, topology: Topology) -> tuple[int, ...]:
 def replica_ranks(scenario: Scenario, move: MoveConfig, topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Ranks of each replica, neighbours by number. Raises InputError, with the equation, where they do not fit."""
     what = f"scenario {scenario.name}, move {move.name}"
-    ranks = _ranks(move.nodes, topology, what)
-    degree = move.tensor_parallel
-    nodes = sorted({topology.node[rank] for rank in ranks})
-    copies = move.replicas or max(1, len(ranks) // degree)
-    if degree * copies > len(ranks):
+    return _replicas(what, "", move.tensor_parallel, move.replicas, move.nodes, topology)
+
+
+def old_ranks(scenario: Scenario, move: MoveConfig, topology: Topology) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each old replica, the lost ones too; none where the move has no old source. Raises InputError."""
+    if move.from_tensor_parallel is None:
+        return ()
+    what = f"scenario {scenario.name}, move {move.name}, old replicas"
+    return _replicas(what, "from_", move.from_tensor_parallel, move.from_replicas, move.from_nodes, topology)
+
+
+def _replicas(
+    what: str, prefix: str, degrees: Degrees, copies: int | None, nodes: NodeChoice, topology: Topology
+) -> tuple[tuple[int, ...], ...]:
+    """Neighbouring ranks of ``nodes`` for each replica; ``prefix`` is that of the keys in errors."""
+    ranks = _ranks(nodes, topology, what)
+    where = f"{len(ranks)} given ({_span(sorted({topology.node[rank] for rank in ranks}))})"
+    hint = (
+        "give more ranks or a smaller degree, pick other moves with --move, or plan it on a larger topology "
+        "(plan --topology)"
+    )
+    if isinstance(degrees, tuple):
+        if sum(degrees) > len(ranks):
+            total = " + ".join(str(degree) for degree in degrees)
+            raise InputError(f"{what}: {prefix}tensor_parallel {total} = {sum(degrees)} ranks asked, {where}: {hint}")
+        ends = np.cumsum(degrees).tolist()
+        return tuple(ranks[end - degree : end] for end, degree in zip(ends, degrees, strict=True))
+    count = copies or max(1, len(ranks) // degrees)
+    if degrees * count > len(ranks):
         raise InputError(
-            f"{what}: tensor_parallel {degree} x replicas {copies} = {degree * copies} ranks asked, "
-            f"{len(ranks)} given ({_span(nodes)}): give more ranks or a smaller degree, pick other moves with "
-            "--move, or plan it on a larger topology (plan --topology)"
+            f"{what}: {prefix}tensor_parallel {degrees} x {prefix}replicas {count} = {degrees * count} ranks asked, "
+            f"{where}: {hint}"
         )
-    if move.replicas is None and len(ranks) % degree:
+    if copies is None and len(ranks) % degrees:
         raise InputError(
-            f"{what}: {len(ranks)} ranks ({_span(nodes)}) % tensor_parallel {degree} = {len(ranks) % degree}, "
-            "not 0: set replicas, or give a multiple of the degree"
+            f"{what}: {len(ranks)} ranks ({_span(sorted({topology.node[rank] for rank in ranks}))}) % "
+            f"{prefix}tensor_parallel {degrees} = {len(ranks) % degrees}, not 0: set {prefix}replicas, or give a "
+            "multiple of the degree"
         )
-    return tuple(ranks[k * degree : (k + 1) * degree] for k in range(copies))
+    return tuple(ranks[k * degrees : (k + 1) * degrees] for k in range(count))
 
 
 def _span(nodes: Sequence[int]) -> str:
@@ -123,7 +182,7 @@ def _span(nodes: Sequence[int]) -> str:
 
 
 def source_layout(scenario: Scenario, topology: Topology) -> Layout:
-    """Where the weights are before a move. Raises InputError, LayoutError."""
+    """Where the scenario's source, the trainer, holds the weights. Raises InputError, LayoutError."""
     geometry = scenario.model.geometry()
     specs = weight_specs(geometry)
     aliases = weight_aliases(geometry)
@@ -132,16 +191,66 @@ def source_layout(scenario: Scenario, topology: Topology) -> Layout:
     return zero3_layout(specs, source_ranks(scenario, topology), topology.world_size, aliases=aliases)
 
 
+def old_layout(scenario: Scenario, move: MoveConfig, topology: Topology) -> Layout:
+    """Where the old replicas of ``move`` hold the weights, without the lost ranks. Raises InputError, LayoutError."""
+    replicas = old_ranks(scenario, move, topology)
+    layout = _replica_layout(scenario, replicas, topology, f"{move.name}-old")
+    lost = set(move.from_lost_ranks or ())
+    held = [rank for ranks in replicas for rank in ranks]
+    if not lost:
+        return layout
+    what = f"scenario {scenario.name}, move {move.name}, from_lost_ranks"
+    _refuse_strangers(what, lost, held, "the old replicas")
+    if lost == set(held):
+        raise InputError(f"{what}: no rank of the old replicas is left: leave 'old' out of from")
+    return restrict_layout(layout, [rank for rank in held if rank not in lost])
+
+
+def source_layouts(
+    scenario: Scenario, move: MoveConfig, topology: Topology, trainer: Layout | None = None
+) -> dict[SourceName, Layout]:
+    """The layouts that ``move`` starts from by name, the preferred one first. Raises InputError, LayoutError.
+
+    ``trainer`` stands for the scenario's own source (a live engine's layout).
+    """
+    found: dict[SourceName, Layout] = {}
+    for name in move.sources:
+        if name == "old":
+            found[name] = old_layout(scenario, move, topology)
+        else:
+            found[name] = source_layout(scenario, topology) if trainer is None else trainer
+    return found
+
+
 def destination_layout(scenario: Scenario, move: MoveConfig, topology: Topology) -> Layout:
     """Where ``move`` brings the weights. Raises InputError, LayoutError."""
     geometry = scenario.model.geometry()
-    specs = weight_specs(geometry)
-    aliases = weight_aliases(geometry)
+    what = f"scenario {scenario.name}, move {move.name}"
+    specs, aliases = weight_specs(geometry), weight_aliases(geometry)
     if move.layout is not None:
-        return _read_layout(Path(move.layout), specs, topology, aliases)
-    replicas = replica_ranks(scenario, move, topology)
-    cuts = tensor_parallel_cuts(geometry)
-    return tensor_parallel_layout(specs, cuts, replicas, topology.world_size, move.name, aliases)
+        layout = _read_layout(Path(move.layout), specs, topology, aliases)
+    elif move.kind == "zero3":
+        layout = zero3_layout(specs, _ranks(move.nodes, topology, what), topology.world_size, move.name, aliases)
+    else:
+        layout = _replica_layout(scenario, replica_ranks(scenario, move, topology), topology, move.name)
+    if move.only_ranks is None:
+        return layout
+    holders = sorted({int(rank) for place in layout.placements.values() for rank in np.unique(place.rank)})
+    _refuse_strangers(f"{what}, only_ranks", move.only_ranks, holders, "the destination")
+    return restrict_layout(layout, move.only_ranks)
+
+
+def _replica_layout(scenario: Scenario, replicas: Sequence[Sequence[int]], topology: Topology, name: str) -> Layout:
+    geometry = scenario.model.geometry()
+    specs, cuts = weight_specs(geometry), tensor_parallel_cuts(geometry)
+    return tensor_parallel_layout(specs, cuts, replicas, topology.world_size, name, weight_aliases(geometry))
+
+
+def _refuse_strangers(what: str, ranks: Collection[int], held: Sequence[int], whose: str) -> None:
+    outside = sorted(set(ranks) - set(held))
+    if outside:
+        known = ", ".join(str(rank) for rank in held[:16]) + (" ..." if len(held) > 16 else "")
+        raise InputError(f"{what}: rank {outside[0]} holds no part of {whose} (its ranks: {known})")
 
 
 def _read_layout(path: Path, specs: Mapping[str, TensorSpec], topology: Topology, aliases: Mapping[str, str]) -> Layout:
@@ -178,4 +287,5 @@ def _placement(path: Path, spec: TensorSpec, pieces: Sequence[_Piece]) -> Placem
         offset=np.asarray(offsets, dtype=np.int64),
         stride=np.asarray([row_major_strides(piece.shape) for piece in ordered], dtype=np.int64).reshape(box),
         storage=storage,
+        copy=np.asarray([piece.copy_number for piece in ordered], dtype=np.int64),
     )

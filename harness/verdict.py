@@ -78,13 +78,21 @@ def judge(rows: Sequence[MoveRecord], ended: int = EXIT_OK) -> Verdict:
 
 
 def notes(rows: Sequence[MoveRecord]) -> tuple[str, ...]:
-    """What a reader should know of rows that are no fault: times under a bound that is only as good as its rates."""
-    return tuple(
+    """What a reader should know of rows that are no fault: times under a bound that is only as good as its rates, and
+    memory beyond a limit that the process as a whole, not only the move, took."""
+    fast = tuple(
         f"{row.move} by {row.route} took less than its lower bound ({row.measured_s / row.bound_s:.3f} of it): the "
         "profile's rates are too low for this machine now; calibrate again"
         for row in rows
         if row.measured_s is not None and row.bound_s and row.measured_s < BOUND_TOLERANCE * row.bound_s
     )
+    large = tuple(
+        f"{row.move} by {row.route}: a process took {format_bytes(row.peak_bytes)} beyond its larger layout, "
+        f"{format_bytes(row.max_extra_bytes)} were allowed and {format_bytes(row.peak_predicted_bytes)} predicted"
+        for row in rows
+        if row.max_extra_bytes is not None and row.peak_bytes is not None and row.peak_bytes > row.max_extra_bytes
+    )
+    return fast + large
 
 
 def _rank(code: int) -> int:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from relaymeter.errors import EXIT_CRASH, EXIT_OK, InputError, RankLost, RelaymeterError
-from relaymeter.harness.config import CalibrateJob, RunJob, check
+from relaymeter.harness.config import check
+from relaymeter.harness.jobs import CalibrateJob, RunJob
 from relaymeter.harness.world import World, join, watching
 from relaymeter.records import dump_json, load_json, write_text
 

@@ -23,13 +23,17 @@ PRICING = {"--scenario", "--move", "--bucket-bytes"}
 SURFACE = {
     "calibrate": {"--out", "--executor", "--quick", "--budget"} | RANKS | OUTPUT,
     "choose": {"--profile", "--executor", "--allow-mismatch"} | PRICING | OUTPUT,
-    "plan": {"--topology", "--nic-per", "--profile", "--executor"} | PRICING | OUTPUT,
+    "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
     "run": {
-        "--profile", "--executor", "--repeats", "--move-limit", "--allow-mismatch", "--plot", "--results",
+        "--suite", "--plan", "--profile", "--planner", "--executor", "--max-extra", "--repeats", "--move-limit",
+        "--allow-mismatch", "--plot", "--results",
     } | PRICING | RANKS | OUTPUT,
 }  # fmt: skip
 PLAN = ["plan", "--scenario", "smoke", "--topology", "2x2"]
 CHOOSE = ["choose", "--scenario", "smoke", "--profile"]
+OLD_MOVE = [
+    "run", "--scenario", "transitions", "--nodes", "2", "--ranks-per-node", "4", "--max-extra", "2MiB", "--move",
+]  # fmt: skip
 HIDDEN = {"run": {"--fault"}}
 
 
@@ -114,7 +118,8 @@ BAD = {
     "abbreviated option": (["plan", "--scen", "smoke", "--topology", "2x2"], "--scenario"),
     "unknown scenario": (
         ["plan", "--scenario", "smok", "--topology", "2x2"],
-        "unknown scenario 'smok': did you mean 'smoke'? valid: demo, qwen3-0.6b, qwen3-32b, qwen3-8b, smoke",
+        "unknown scenario 'smok': did you mean 'smoke'? valid: demo, qwen3-0.6b, qwen3-32b, qwen3-8b, smoke, "
+        "transitions",
     ),
     "unknown move": ([*PLAN, "--move", "tp3"], "scenario smoke has no move 'tp3': valid: tp1, tp2"),
     "two moves of one name": (
@@ -123,7 +128,8 @@ BAD = {
     ),
     "unknown key of the second move": (
         ["plan", "--scenario", "hubs.toml", "--topology", "2x1"],
-        "hubs.toml: [[moves]] number 2, unknown key 'hubs': valid: layout, name, nodes, replicas, tensor_parallel",
+        "hubs.toml: [[moves]] number 2, unknown key 'hubs': valid: from, from_lost_ranks, from_nodes, from_replicas, "
+        "from_tensor_parallel, kind, layout, name, nodes, only_ranks, replicas, tensor_parallel",
     ),
     "bad topology": ([*PLAN[:-1], "2by2"], "topology '2by2' is not NODESxRANKS_PER_NODE"),
     "bad rate": (["calibrate", "--out", "p.json", "--nic", "fast"], "'fast' is not a network rate"),
@@ -146,6 +152,30 @@ BAD = {
         "model.norm.weight [8]: 3 of 8 elements of copy 0 are held by no rank (holders: [0])",
     ),
     "output exists": ([*PLAN, "--json", "bad.json"], "bad.json exists"),
+    "nothing to run": (["run"], "one of the arguments --scenario --suite --plan is required"),
+    "a suite and a scenario": (
+        ["run", "--suite", "transitions", "--scenario", "smoke"],
+        "argument --scenario: not allowed with argument --suite",
+    ),
+    "unknown suite": (["run", "--suite", "smoke"], "unknown suite 'smoke': valid: transitions, or a path ending in"),
+    "unknown planner": ([*PLAN, "--planner", "afine"], "argument --planner: invalid choice: 'afine'"),
+    "not a plan": (["run", "--plan", "other.json"], "other.json is no plan: make one with relaymeter plan --out FILE"),
+    "missing plan": (["run", "--plan", "none.json"], "cannot read plan none.json"),
+    "plan and planner": (
+        ["run", "--plan", "other.json", "--planner", "affine"],
+        "--plan other.json settles --planner already: leave it out, or plan it again",
+    ),
+    "plan output exists": ([*PLAN, "--out", "bad.json"], "bad.json exists"),
+    "two outputs of one name": ([*PLAN, "--out", "p.json", "--json", "p.json"], "--json and --out both name p.json"),
+    "bad extra": ([*OLD_MOVE[:-1], "--max-extra", "much"], "'much' is not a size in bytes"),
+    "giving up the trainer": (
+        [*OLD_MOVE, "sync-tp4"],
+        "--max-extra: scenario transitions, move sync-tp4 reads from trainer: only old replicas can be given up",
+    ),
+    "giving up a replica for other ranks": (
+        [*OLD_MOVE, "tp2-tp2x2"],
+        "move tp2-tp2x2: rank 6 belongs to only the new ones: bounded memory is for moves within the same ranks",
+    ),
     "bad fault": (["run", "--profile", "p", "--scenario", "smoke", "--fault", "melt:1"], "flip:RANK"),
 }  # fmt: skip
 
@@ -196,6 +226,38 @@ def test_json_on_standard_output_is_alone_there(cli: Any) -> None:
     document = json.loads(done.stdout)
     assert [move["move"] for move in document["moves"]] == ["tp2", "tp1"]
     assert "tp1: routes by block class" in done.stderr
+
+
+def test_plan_shows_both_planners_and_writes_a_file_that_says_what_it_holds(cli: Any, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    arguments = ("--scenario", "transitions", "--topology", "2x4", "--move", "tp4-tp2x2-both", "--planner", "both")
+    done = cli("plan", *arguments, "--out", "plan.json", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = json.loads(done.stdout)["moves"]
+    assert (ours["planner"], theirs["planner"]) == ("classes", "affine")
+    assert ours["fallbacks"] == []
+    assert all(one["tensors"] and one["reason"] and one["labels"] for one in theirs["fallbacks"])
+    for one in (ours, theirs):
+        direct = one["candidates"][0]
+        assert one["bytes_total"] == one["bytes_in_rank"] + direct["bytes_in_node"] + direct["bytes_cross_node"]
+        assert (
+            set(one["source_bytes"]) == {"old", "trainer"} and sum(one["source_bytes"].values()) == one["bytes_total"]
+        )
+    assert [row["bytes_cross_node"] for row in ours["candidates"]] == [
+        row["bytes_cross_node"] for row in theirs["candidates"]
+    ]
+    for one in theirs["fallbacks"]:
+        line = f"affine fell back for {one['tensors']} of {theirs['tensors']} tensors ({one['reason']}): "
+        assert line + one["labels"][0] in done.stderr
+    assert "plan: plan.json (run it with relaymeter run --plan plan.json)" in done.stderr
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert [(one["move"], one["planner"]) for one in written["moves"]] == [
+        ("tp4-tp2x2-both", "classes"), ("tp4-tp2x2-both", "affine"),
+    ]  # fmt: skip
+    assert {"scenario", "topology", "planner", "executor", "sha256"} <= set(written)
+    again = cli("run", "--plan", "plan.json", "--nodes", "2", "--ranks-per-node", "2")
+    assert again.returncode == 2
+    assert "the plan was made for another topology: nodes of the ranks" in again.stderr
 
 
 @pytest.mark.timeout(60)

@@ -29,8 +29,11 @@ __all__ = [
     "write_text",
 ]
 
-#: Version of the rows below. A reader refuses rows of another version.
-SCHEMA_VERSION = 1
+#: Version of the rows below. A reader takes older ones too, see ``MoveRecord.from_dict``, and refuses newer ones.
+SCHEMA_VERSION = 2
+
+#: What rows of version 1, which knew one planner and one source, do not say.
+_SINCE_VERSION_2 = ("source_bytes", "fallback_tensors", "bytes_in_rank", "max_extra_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,12 @@ class MoveRecord:
     """Whether this row ran exactly the routes that the policy picked."""
     route_bytes: Mapping[str, int]
     """Destination bytes by the route that carried them, for this row."""
+    source_bytes: Mapping[str, int]
+    """Destination bytes by the source layout that served them: ``trainer``, ``old``."""
     planner: str
+    """``classes`` (this package's own) or ``affine`` (DeepSpeed's)."""
+    fallback_tensors: int
+    """Tensors that the affine planner could not express, planned by our own."""
     executor: str
     ranks: int
     nodes: int
@@ -66,7 +74,10 @@ class MoveRecord:
     rounds: int
     bytes_total: int
     """Destination bytes, each replica counted."""
+    bytes_in_rank: int | None
+    """Planned payload copied within a rank; None in rows of version 1."""
     bytes_in_node: int
+    """Planned payload between ranks of one node."""
     bytes_cross_node: int
     """Planned payload between nodes."""
     wire_cross_node_bytes: int | None
@@ -86,11 +97,14 @@ class MoveRecord:
     """Raw samples: per repeat, one value per rank."""
     digest_s: float | None
     """Digest of source and destination after one move, maximum over the ranks, median over the repeats."""
-    bound_s: float
-    bound_by: str
+    bound_s: float | None
+    """Lower bound of any route; None without a profile."""
+    bound_by: str | None
     peak_bytes: int | None
     """Largest buffer memory of a rank while moving, storages not counted."""
     peak_predicted_bytes: int
+    max_extra_bytes: int | None
+    """What the move might hold beyond the larger layout, its source given up; None: the source was kept."""
     digest_version: int
     digest_passed: int
     """Tensor copies whose digest matched, over all repeats."""
@@ -106,10 +120,15 @@ class MoveRecord:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> MoveRecord:
-        """The row that ``to_dict`` wrote. Raises InputError for another version and for unknown or missing fields."""
+        """The row that ``to_dict`` wrote, of this version or of version 1, whose rows all moved from the trainer.
+
+        Raises InputError for another version and for unknown or missing fields.
+        """
         version = entry.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise InputError(f"record of schema_version {version!r}: this version reads {SCHEMA_VERSION}")
+        if version not in (1, SCHEMA_VERSION):
+            raise InputError(f"record of schema_version {version!r}: this version reads 1 to {SCHEMA_VERSION}")
+        if version == 1:
+            entry = _from_version_1(entry)
         names = {field.name for field in fields(cls)}
         if set(entry) != names:
             raise InputError(
@@ -119,6 +138,16 @@ class MoveRecord:
         values["samples_s"] = tuple(tuple(sample) for sample in entry["samples_s"])
         values["profile_mismatch"] = tuple(entry["profile_mismatch"])
         return cls(**values)
+
+
+def _from_version_1(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of version 1 as one of version 2. Raises InputError where it already has what only version 2 has."""
+    newer = [name for name in _SINCE_VERSION_2 if name in entry]
+    if newer:
+        raise InputError(f"record does not have the expected fields: {', '.join(newer)} differ")
+    added = (("source_bytes", {"trainer": entry.get("bytes_total")}), ("fallback_tensors", 0))
+    nothing = (("bytes_in_rank", None), ("max_extra_bytes", None))
+    return {**entry, "schema_version": SCHEMA_VERSION, **dict(added + nothing)}
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:

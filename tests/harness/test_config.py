@@ -13,8 +13,10 @@ from relaymeter.harness.config import MoveConfig, Scenario, nearest
 from relaymeter.harness.scenario import (
     destination_layout,
     load_scenario,
+    load_suite,
     replica_ranks,
     shipped_scenarios,
+    shipped_suites,
     source_layout,
     source_ranks,
 )
@@ -46,10 +48,11 @@ def write(tmp_path: Path, text: str = TEXT) -> str:
 
 
 def test_shipped_scenarios_load_and_lay_out_on_their_topologies() -> None:
-    assert set(shipped_scenarios()) == {"smoke", "demo", "qwen3-0.6b", "qwen3-8b", "qwen3-32b"}
+    assert set(shipped_scenarios()) == {"smoke", "demo", "qwen3-0.6b", "qwen3-8b", "qwen3-32b", "transitions"}
+    grids = {"smoke": (2, 2), "demo": (2, 2), "transitions": (2, 4)}
     for name in shipped_scenarios():
         scenario = load_scenario(name)
-        topology = Topology.grid(2, 2) if name in ("smoke", "demo") else Topology.grid(4, 8)
+        topology = Topology.grid(*grids.get(name, (4, 8)))
         assert source_layout(scenario, topology).specs
         for move in scenario.moves:
             destination_layout(scenario, move, topology)
@@ -97,6 +100,21 @@ def test_a_configuration_cannot_be_changed_and_takes_keywords_only() -> None:
             ('nodes = "first-half"', 'nodes = "frist-half"'),
             r"source.nodes = 'frist-half': .*did you mean 'first-half'\?",
         ),
+        (("tensor_parallel = 1", "tensor_parallel = [1, 0]"), r"tensor_parallel' = \[1, 0\]: give the ranks of one"),
+        (("tensor_parallel = 1", "tensor_parallel = [2, 3]"), r"num_attention_heads 2 % tensor_parallel 3 = 2, not 0"),
+        (
+            ("tensor_parallel = 1", "tensor_parallel = [1, 1]\nreplicas = 2"),
+            r"tensor_parallel \[1, 1\] gives each of 2 replicas its ranks: leave replicas out",
+        ),
+        (("tensor_parallel = 1", 'from = "trainr"'), r"'from' = 'trainr': give 'trainer'.*did you mean 'trainer'\?"),
+        (("tensor_parallel = 1", 'from = "old"'), r"number 1, from_tensor_parallel is missing"),
+        (
+            ("tensor_parallel = 1", "from_nodes = [1]"),
+            r"from_nodes says what the old replicas are: it needs from = 'old'",
+        ),
+        (("tensor_parallel = 1", "only_ranks = [1, 1]"), r"'only_ranks' = \[1, 1\]: give a list of different rank"),
+        (("tensor_parallel = 1", 'kind = "zero3"\nreplicas = 2'), r"kind 'zero3' takes no replicas"),
+        (("[source]", "[suite]\nplaner = 1\n[source]"), r"unknown key 'suite.planer': did you mean 'planner'\?"),
         (("num_key_value_heads = 1", "num_key_value_heads = 3"), r"num_attention_heads 2 % num_key_value_heads 3"),
         (("tensor_parallel = 1", "tensor_parallel = 3"), r"num_attention_heads 2 % tensor_parallel 3 = 2, not 0"),
         (('[source]\nnodes = "first-half"', '[source]\nkind = "file"'), r"source: kind 'file' needs layout"),
@@ -116,6 +134,18 @@ def test_unknown_scenarios_list_the_valid_ones_with_the_near_match() -> None:
         load_scenario("smok")
     with pytest.raises(InputError, match=r"cannot read no/such\.toml"):
         load_scenario("no/such.toml")
+
+
+def test_suites_are_the_scenarios_with_defaults_of_their_own(tmp_path: Path) -> None:
+    assert shipped_suites() == ("transitions",)
+    suite = load_suite("transitions").suite
+    assert suite is not None and (suite.planner, suite.nodes, suite.ranks_per_node) == ("both", 2, 4)
+    with pytest.raises(InputError, match=r"unknown suite 'transition': did you mean 'transitions'\?"):
+        load_suite("transition")
+    with pytest.raises(InputError, match=r"unknown suite 'smoke': valid: transitions, or a path"):
+        load_suite("smoke")
+    with pytest.raises(InputError, match=r"mine\.toml is no suite: add the table \[suite\]"):
+        load_suite(write(tmp_path))
 
 
 def test_nearest_gives_no_far_fetched_match() -> None:
@@ -141,6 +171,7 @@ def _move(**changes: object) -> tuple[Scenario, MoveConfig]:
         ({"tensor_parallel": 4}, 2, r"tensor_parallel 4 x replicas 1 = 4 ranks asked, 2 given"),
         ({"tensor_parallel": 2, "replicas": 3}, 2, r"tensor_parallel 2 x replicas 3 = 6 ranks asked, 2 given"),
         ({"tensor_parallel": 4}, 6, r"6 ranks \(nodes 3 to 5\) % tensor_parallel 4 = 2, not 0"),
+        ({"tensor_parallel": [2, 1]}, 2, r"tensor_parallel 2 \+ 1 = 3 ranks asked, 2 given \(node 1\)"),
         ({"nodes": [5]}, 2, r"node 5 of 2 nodes \(numbered 0 to 1\)"),
         ({}, 1, r"the second-half of 1 node is 0 nodes"),
     ],

@@ -13,7 +13,7 @@ from rich.table import Table
 from test_records import ROW
 
 from relaymeter.errors import InputError
-from relaymeter.harness import emit
+from relaymeter.harness import emit, emit_plan, emit_run
 from relaymeter.harness.plots import plot_rows
 from relaymeter.harness.verdict import judge, row_verdict
 from relaymeter.records import MoveRecord, dump_lines
@@ -32,7 +32,7 @@ def rows() -> list[MoveRecord]:
 
 def test_run_table_shows_every_route_with_bound_error_bytes_and_digests() -> None:
     found = [*rows(), replace(ROW, move="tp2", measured_s=None, error=None, wire_cross_node_bytes=None)]
-    tables = emit.run_tables(found)
+    tables = emit_run.run_tables(found)
     assert len(tables) == 2
     text = text_of(tables[0])
     for piece in (
@@ -50,8 +50,72 @@ def test_run_table_shows_every_route_with_bound_error_bytes_and_digests() -> Non
     assert " - " in text_of(tables[1])
 
 
+def both_planners(**changes: Any) -> list[MoveRecord]:
+    return [replace(row, planner=planner, **changes) for planner in ("classes", "affine") for row in rows()[:3]]
+
+
+def test_planner_and_executor_are_columns_only_where_rows_differ_in_them() -> None:
+    assert "planner" not in text_of(emit_run.run_tables(rows())[0])
+    text = text_of(emit_run.run_tables(both_planners())[0])
+    assert "planner" in text and "affine" in text and "executor" not in text
+    text = text_of(emit_run.run_tables([*rows(), replace(ROW, executor="all-to-all")])[0])
+    assert "executor" in text and "all-to-all" in text and "planner" not in text
+
+
+def test_rows_without_prices_show_neither_prediction_nor_bound() -> None:
+    (row, *_) = rows()
+    bare = replace(row, predicted_s=None, predicted_low_s=None, predicted_high_s=None, error=None, bound_s=None,
+                   bound_by=None)  # fmt: skip
+    text = text_of(emit_run.run_tables([bare])[0])
+    assert "bound" not in text.splitlines()[0] and "None" not in text
+    assert "predicted" not in text_of(emit_run.suite_table([bare]))
+
+
+def test_a_suite_is_one_table_of_all_moves_with_the_bytes_of_each_source() -> None:
+    found = [*both_planners(), *both_planners(move="grow", source_bytes={"old": 15_000, "trainer": 5_000})]
+    text = text_of(emit_run.suite_table(found))
+    assert text.splitlines()[0].startswith("smoke: 12 rows")
+    lines = [line for line in text.splitlines() if "6/6" in line]
+    assert len(lines) == 12
+    assert all(piece in lines[-1] for piece in ("grow", "affine", "spread", "15 kB", "5 kB", "500 ms", "ok"))
+    assert all(piece in lines[0] for piece in ("tp1", "classes", "direct", " - ", "20 B"))
+
+
+@pytest.mark.parametrize("make", [emit_run.suite_table, lambda found: emit_run.run_tables(found)[0]])
+def test_the_widest_rows_fit_120_columns_without_cutting_a_number(make: Any) -> None:
+    wide = replace(
+        ROW, move="tp2x2-tp1x4-both", planner="affine", executor="all-to-all", route="spread",
+        verdict="wire bytes differ",
+        measured_s=0.634, measured_low_s=0.63, measured_high_s=0.64, predicted_s=0.651, predicted_low_s=0.62,
+        predicted_high_s=0.7, bytes_cross_node=14_155_776, wire_cross_node_bytes=14_812_345, digest_passed=1104,
+        digest_total=1104, peak_bytes=3_421_000, source_bytes={"old": 14_176_256, "trainer": 14_155_776},
+    )  # fmt: skip
+    table = make([wide, replace(wide, planner="classes", executor="send-recv")])
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(table)
+    (line, *_) = [one for one in console.export_text().splitlines() if "all-to-all" in one]
+    assert len(line) <= 120
+    for piece in ("affine", "634", "651 ms", "14.2 MB", "14.8 MB", "1104/1104"):
+        assert piece in line
+
+
+def test_planner_lines_say_whether_the_bytes_are_equal_and_what_fell_back() -> None:
+    found = both_planners()
+    assert emit_run.planner_lines(rows()) == []
+    assert emit_run.planner_lines(found) == ["both planners send the same bytes between nodes in 3 of 3 configurations"]
+    found[-1] = replace(found[-1], bytes_cross_node=99, fallback_tensors=4)
+    assert emit_run.planner_lines(found) == [
+        "both planners send the same bytes between nodes in 2 of 3 configurations",
+        "tp1 by spread: classes 10 B, affine 99 B between nodes",
+        "tp1: affine fell back for 4 tensors (relaymeter plan says which and why)",
+    ]
+
+
 def test_intervals_share_the_unit_of_their_middle() -> None:
-    text = text_of(emit.run_tables([replace(ROW, measured_s=0.0172, measured_low_s=0.0113, measured_high_s=1.25)])[0])
+    text = text_of(
+        emit_run.run_tables([replace(ROW, measured_s=0.0172, measured_low_s=0.0113, measured_high_s=1.25)])[0]
+    )
     assert "17.2 [11.3, 1250] ms" in text
 
 
@@ -85,11 +149,11 @@ def _move(**changes: Any) -> dict[str, Any]:
 
 
 def test_thresholds_are_printed_in_elements_and_never_is_an_answer() -> None:
-    lines = emit.choice_lines(_move())
+    lines = emit_plan.choice_lines(_move())
     assert "min_relay(2 ranks per node) = 65,536 elements [30,000, 70,000]" in lines
     assert "min_split(2 ranks per node) = never [4,096, never]" in lines
     assert "would take 110 ms: +10 ms" in lines[-1]
-    assert emit.choice_lines(_move(choice=None)) == []
+    assert emit_plan.choice_lines(_move(choice=None)) == []
 
 
 @pytest.mark.parametrize("name", ["run.png", "run.svg"])
@@ -100,6 +164,13 @@ def test_plot_is_written_whole_and_not_over_another(tmp_path: Path, name: str) -
     with pytest.raises(InputError, match="--force"):
         plot_rows(rows(), path)
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_plots_of_both_planners_and_without_prices_are_drawn(tmp_path: Path) -> None:
+    bare = {"predicted_s": None, "predicted_low_s": None, "predicted_high_s": None, "bound_s": None, "bound_by": None}
+    found = [row for k in range(7) for row in both_planners(move=f"m{k}", **bare)]
+    plot_rows(found, tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 5000
 
 
 def test_plot_names_the_formats_it_knows(tmp_path: Path) -> None:

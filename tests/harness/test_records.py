@@ -26,11 +26,13 @@ from relaymeter.records import (
 
 ROW = MoveRecord(
     utc="2026-01-02T03:04:05Z", machine_id="abc", launch_id="def", commit=None, shaped=True, scenario="smoke",
-    move="tp1", route="chosen", chosen=True, route_bytes={"spread": 10}, planner="classes", executor="send-recv",
-    ranks=4, nodes=2, bucket_bytes=8, rounds=2, bytes_total=20, bytes_in_node=5, bytes_cross_node=10,
+    move="tp1", route="chosen", chosen=True, route_bytes={"spread": 10}, source_bytes={"trainer": 20},
+    planner="classes", fallback_tensors=0, executor="send-recv",
+    ranks=4, nodes=2, bucket_bytes=8, rounds=2, bytes_total=20, bytes_in_rank=5, bytes_in_node=5, bytes_cross_node=10,
     wire_cross_node_bytes=11, messages=4, plan_s=0.1, predicted_s=0.5, predicted_low_s=0.4, predicted_high_s=0.6,
     measured_s=0.5, measured_low_s=0.49, measured_high_s=0.51, error=0.0, samples_s=((0.5, 0.4), (0.49, 0.51)),
-    digest_s=0.01, bound_s=0.45, bound_by="node 1 receive", peak_bytes=7, peak_predicted_bytes=8, digest_version=1,
+    digest_s=0.01, bound_s=0.45, bound_by="node 1 receive", peak_bytes=7, peak_predicted_bytes=8, max_extra_bytes=None,
+    digest_version=1,
     digest_passed=6, digest_total=6, verdict="ok", ok=True,
 )  # fmt: skip
 
@@ -45,6 +47,31 @@ def test_not_a_number_becomes_null_and_arrays_become_lists() -> None:
     text = dump_json({"a": math.nan, "b": [math.inf, 1.5], "c": np.float64(2), "d": np.arange(2), "e": np.bool_(True)})
     assert json.loads(text) == {"a": None, "b": [None, 1.5], "c": 2.0, "d": [0, 1], "e": True}
     assert json.loads(dump_lines([replace(ROW, error=-math.inf)]))["error"] is None
+
+
+def test_rows_without_a_profile_have_neither_prices_nor_a_bound() -> None:
+    bare = replace(ROW, predicted_s=None, error=None, bound_s=None, bound_by=None, chosen=False)
+    entry = json.loads(dump_lines([bare]))
+    assert (entry["bound_s"], entry["bound_by"], entry["predicted_s"]) == (None, None, None)
+    assert MoveRecord.from_dict(entry) == bare
+
+
+def test_rows_of_version_1_are_read_as_moves_from_the_trainer() -> None:
+    entry = {**ROW.to_dict(), "schema_version": 1}
+    for name in ("source_bytes", "fallback_tensors", "bytes_in_rank", "max_extra_bytes"):
+        del entry[name]
+    assert MoveRecord.from_dict(entry) == replace(ROW, bytes_in_rank=None)
+    with pytest.raises(InputError, match="source_bytes"):
+        MoveRecord.from_dict({**entry, "source_bytes": {}})
+
+
+def test_the_kept_results_are_read() -> None:
+    kept = sorted((Path(__file__).parents[2] / "results").glob("*/*/rows.jsonl"))
+    assert kept
+    for path in kept:
+        for row in read_records(path):
+            assert row.schema_version == 2
+            assert row.source_bytes == {"trainer": row.bytes_total}
 
 
 @pytest.mark.parametrize(

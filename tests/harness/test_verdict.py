@@ -41,6 +41,13 @@ def test_a_row_without_digests_is_not_measured_however_fast_it_was() -> None:
     assert found == "not measured"
 
 
+def test_notes_speak_of_rows_that_took_more_memory_than_they_were_allowed() -> None:
+    rows = [replace(ROW, move=str(peak), max_extra_bytes=1000, peak_bytes=peak) for peak in (900, 1000, 1001)]
+    assert notes([*rows, replace(ROW, peak_bytes=10**9)]) == (
+        "1001 by chosen: a process took 1 kB beyond its larger layout, 1 kB were allowed and 8 B predicted",
+    )
+
+
 def test_notes_speak_of_rows_clearly_below_their_bound_only() -> None:
     rows = [
         replace(ROW, move=move, bound_s=2.0, measured_s=None if share is None else 2.0 * share)

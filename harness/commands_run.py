@@ -1,0 +1,288 @@
+"""``run``: move real weights, check every bit, and table predicted against measured.
+
+The parent settles what moves (a scenario, a suite or a plan), on which ranks and with which prices, and refuses what
+does not fit before a rank starts; the ranks do the job (``run.run_job``), and the parent gives the verdict on their
+rows. In a world that was joined, each rank does the job and rank 0 does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import relaymeter
+from relaymeter.calibration.fingerprint import machine_facts
+from relaymeter.calibration.profiles import Profile
+from relaymeter.calibration.profiles import save as save_profile
+from relaymeter.errors import EXIT_OK, InputError
+from relaymeter.harness import emit, emit_run
+from relaymeter.harness.commands_ranks import (
+    asked_cluster,
+    check_targets,
+    check_world,
+    describe_cluster,
+    open_profile,
+    shapeable,
+    work_together,
+)
+from relaymeter.harness.config import ExecutorChoice, PlannerChoice, Scenario, SuiteConfig, check
+from relaymeter.harness.jobs import ClusterConfig, Fault, RunJob, RunStamp
+from relaymeter.harness.launch import already_in_world
+from relaymeter.harness.moves import bounded_schedule, executors_of, plan_scenario, refuse_unbounded, select_moves
+from relaymeter.harness.plan_file import PlanFile, load_plan
+from relaymeter.harness.plots import check_plot, plot_rows
+from relaymeter.harness.scenario import load_scenario, load_suite
+from relaymeter.harness.verdict import judge, notes
+from relaymeter.records import MoveRecord, dump_lines, write_text
+from relaymeter.relayout.topology import Topology
+from relaymeter.units import format_bytes
+
+__all__ = ["run"]
+
+_LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What moves and how: from the command line, completed by a suite or a plan."""
+
+    scenario: Scenario
+    planner: PlannerChoice
+    executor: ExecutorChoice
+    repeats: int
+    bucket_bytes: int | None
+    """None: by the move's size, or as the plan has it."""
+    cluster: ClusterConfig
+    """What to start where neither the command line nor a profile says."""
+    plan: PlanFile | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Move, verify, table. Returns the exit code of the verdict."""
+    asked = _asked(args)
+    scenario = asked.scenario
+    if scenario.source.kind != "zero3":
+        raise InputError(
+            f"scenario {scenario.name}: run trains its source, so source.kind must be 'zero3'; plan takes any"
+        )
+    profile: Profile | None = None
+    mismatch: tuple[str, ...] = ()
+    if args.profile is not None:
+        profile, mismatch = open_profile(args.profile, args.allow_mismatch)
+    out = emit.Output(args.json, force=args.force)
+    if args.plot is not None:
+        check_plot(args.plot, force=args.force)
+    check_targets(json=args.json, plot=args.plot, results=args.results)
+    hint = already_in_world()
+    check_world(args, hint)
+    cluster = None
+    if hint is None:
+        cluster = asked_cluster(args, _base_cluster(asked, profile))
+        topology = Topology.grid(cluster.nodes, cluster.ranks_per_node, cluster.nic_per)
+        _check_moves(args, asked, topology)
+        if args.fault is not None and args.fault[1] >= topology.world_size:
+            raise InputError(f"--fault: rank {args.fault[1]} of {topology.world_size} ranks")
+        cluster = shapeable(cluster, out)
+    if profile is not None:
+        mismatch += _cluster_mismatch(args, profile, cluster)
+    if hint is None or hint.rank == 0:
+        _say_first(args, asked, profile, out)
+    job = RunJob(
+        scenario=scenario,
+        profile=None if profile is None else str(args.profile.resolve()),
+        plan=None if args.plan is None else str(args.plan.resolve()),
+        planner=asked.planner,
+        executor=asked.executor,
+        bucket_bytes=asked.bucket_bytes,
+        repeats=asked.repeats,
+        time_limit_s=args.time_limit or _LIMIT_S,
+        move_limit_s=args.move_limit,
+        max_extra_bytes=args.max_extra,
+        allow_mismatch=args.allow_mismatch,
+        nic_per=args.nic_per if hint else None,
+        fault=Fault(kind=args.fault[0], rank=args.fault[1]) if args.fault else None,
+        stamp=RunStamp(
+            utc=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            launch_id=secrets.token_hex(4),
+            machine_id=_machine_id() if profile is None else profile.machine_id,
+            commit=_commit(),
+            mismatch=mismatch,
+            shaped=cluster is not None and cluster.shape and cluster.nic_rate_bytes_per_s is not None,
+        ),
+    )
+    code, result = work_together(job, cluster, hint, out)
+    if result is None:
+        return code
+    rows = [MoveRecord.from_dict(entry) for entry in result["rows"]]
+    return _report(args, rows, code, profile, mismatch, scenario, out)
+
+
+def _asked(args: argparse.Namespace) -> _Asked:
+    """What the command line asks for. Raises InputError where a plan settles already what an option says again."""
+    planner, executor, repeats = args.planner, args.executor, args.repeats
+    if args.plan is not None:
+        for option in ("move", "bucket_bytes", "planner", "executor"):
+            if getattr(args, option) is not None:
+                name = option.replace("_", "-")
+                raise InputError(f"--plan {args.plan} settles --{name} already: leave it out, or plan it again")
+        plan = load_plan(args.plan)
+        nodes = plan.topology.nodes
+        cluster = ClusterConfig(
+            nodes=nodes,
+            ranks_per_node=plan.topology.world_size // nodes,
+            nic_per="node" if len(set(plan.topology.nic)) < plan.topology.world_size else "rank",
+        )
+        return _Asked(plan.scenario, plan.planner, plan.executor, repeats or SuiteConfig().repeats, None, cluster, plan)
+    scenario = load_scenario(args.scenario) if args.suite is None else load_suite(args.suite)
+    suite = scenario.suite if args.suite is not None and scenario.suite is not None else SuiteConfig()
+    return _Asked(
+        scenario=select_moves(scenario, args.move),
+        planner=planner or suite.planner,
+        executor=executor or suite.executor,
+        repeats=repeats or suite.repeats,
+        bucket_bytes=args.bucket_bytes or suite.bucket_bytes,
+        cluster=ClusterConfig(nodes=suite.nodes, ranks_per_node=suite.ranks_per_node),
+        plan=None,
+    )
+
+
+def _base_cluster(asked: _Asked, profile: Profile | None) -> ClusterConfig:
+    """The cluster to start where the command line does not say: that of the profile, with the plan's ranks."""
+    known = profile.fingerprint.get("cluster") if profile is not None else None
+    if not known:
+        return asked.cluster
+    base = ClusterConfig.model_validate(known)
+    if asked.plan is None:
+        return base
+    return base.model_copy(update={name: getattr(asked.cluster, name) for name in ("nodes", "ranks_per_node")})
+
+
+def _check_moves(args: argparse.Namespace, asked: _Asked, topology: Topology) -> None:
+    """Refuse, before a rank starts, what does not fit the topology, or what cannot be moved in bounded memory."""
+    if args.max_extra is not None:
+        refuse_unbounded(asked.scenario, topology)
+    if asked.plan is not None:
+        asked.plan.planned(topology)
+        return
+    moves = plan_scenario(asked.scenario, topology, asked.bucket_bytes)
+    if args.max_extra is None or asked.bucket_bytes is not None:
+        return
+    for move in moves:
+        for executor in executors_of(asked.executor):
+            for codes in move.uniform().values():
+                bounded_schedule(move, codes, executor, args.max_extra)
+
+
+def _say_first(args: argparse.Namespace, asked: _Asked, profile: Profile | None, out: emit.Output) -> None:
+    """What a reader should know before the ranks start."""
+    if profile is None:
+        out.say(
+            "no profile: rows are measured and verified, not priced, and no route is chosen (relaymeter calibrate "
+            "makes a profile)"
+        )
+    elif asked.executor != "auto":
+        for executor in executors_of(asked.executor):
+            if executor not in profile.executors:
+                out.say(f"note: {emit.unpriced(executor, profile)}")
+    if args.max_extra is not None:
+        out.say(
+            f"bounded memory: the old replica is given up as it is read, so that a rank holds at most "
+            f"{format_bytes(args.max_extra)} beyond the larger of its two layouts; should a move fail, neither the old "
+            "nor the new replica is usable (the trainer is)"
+        )
+
+
+def _report(
+    args: argparse.Namespace,
+    rows: list[MoveRecord],
+    code: int,
+    profile: Profile | None,
+    mismatch: Sequence[str],
+    scenario: Scenario,
+    out: emit.Output,
+) -> int:
+    """Everything that follows from the rows; returns the exit code of the verdict."""
+    verdict = judge(rows, code)
+    if code != EXIT_OK:
+        done = len({row.move for row in rows})
+        out.say(f"stopped after {done} of {len(scenario.moves)} moves: the rows of what had finished follow")
+    out.json(dump_lines(rows))
+    if args.plot is not None:
+        plot_rows(rows, args.plot, force=args.force)
+    kept = None if args.results is None else _keep(args.results, rows, profile, scenario)
+    for line in verdict.lines:
+        out.say(line)
+    for text in mismatch:
+        out.say(f"profile of another machine: {text}")
+    if rows:
+        out.say(emit_run.run_headline(rows))
+    for table in [emit_run.suite_table(rows)] if args.suite is not None and rows else emit_run.run_tables(rows):
+        out.table(table)
+    for text in emit_run.planner_lines(rows):
+        out.say(text)
+    for text in notes(rows):
+        out.say(f"note: {text}")
+    if args.plot is not None:
+        out.say(f"plot: {args.plot}")
+    if kept is not None:
+        out.say(f"results: {kept}")
+    if verdict.exit_code == EXIT_OK:
+        checked = sum(row.digest_total for row in rows)
+        out.say(f"every bit arrived: {checked} of {checked} digests equal over {len(rows)} rows")
+    return verdict.exit_code
+
+
+def _cluster_mismatch(args: argparse.Namespace, profile: Profile, cluster: ClusterConfig | None) -> tuple[str, ...]:
+    """Where the profile's cluster is another one than ``cluster`` (None: a world that was joined)."""
+    known = profile.fingerprint.get("cluster")
+    if known == (None if cluster is None else cluster.model_dump()):
+        return ()
+    measured = None if known is None else check(ClusterConfig, known, f"profile {args.profile}, cluster")
+    text = f"cluster: profile {describe_cluster(measured)}, here {describe_cluster(cluster)}"
+    if not args.allow_mismatch:
+        raise InputError(f"profile {args.profile}: {text}: calibrate this cluster, or add --allow-mismatch")
+    return (text,)
+
+
+def _machine_id() -> str:
+    """What stands for the machine where no profile has a fingerprint: a hash of what any process can state of it."""
+    return hashlib.sha256(json.dumps(machine_facts(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _commit() -> str | None:
+    """Revision of the checkout this package runs from, with ``-dirty`` where files differ; None outside a checkout."""
+    root = Path(relaymeter.__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return found.stdout.strip() or None
+    return None
+
+
+def _keep(root: Path, rows: list[MoveRecord], profile: Profile | None, scenario: Scenario) -> Path:
+    """Write ``<root>/<machine>/<UTC>_<commit>_<suite>/`` with rows, profile (if any), plot and how they were made."""
+    first = rows[0]
+    stamp = first.utc.replace("-", "").replace(":", "")
+    folder = root / first.machine_id / f"{stamp}_{first.commit or 'unknown'}_run-{scenario.name}"
+    folder.mkdir(parents=True)
+    write_text(folder / "rows.jsonl", dump_lines(rows))
+    if profile is not None:
+        save_profile(profile, folder / "profile.json")
+    plot_rows(rows, folder / "run.png")
+    command = shlex.join(["relaymeter", *sys.argv[1:]])
+    facts = machine_facts() if profile is None else profile.fingerprint
+    lines = [command, *(f"{key}: {value}" for key, value in sorted(facts.items()))]
+    write_text(folder / "how.txt", "\n".join(lines) + "\n")
+    return folder

@@ -1,0 +1,114 @@
+"""Jobs: what a command tells every rank of its world, as one JSON file. No torch import.
+
+``RunJob(...)`` and ``CalibrateJob(...)`` are written by the parent and read by ``worker``; ``dump(job)`` is their JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from relaymeter.harness.config import Config, Count, ExecutorChoice, PlannerChoice, Scenario, Seconds, Whole
+
+__all__ = ["CalibrateJob", "ClusterConfig", "Fault", "RunJob", "RunStamp", "dump"]
+
+
+class Fault(Config):
+    """A fault for tests, put into the last repeat of a move: what breaks, on which rank."""
+
+    kind: Literal["flip", "kill", "stop"]
+    """``flip`` one received bit, ``kill`` (SIGKILL) or ``stop`` (SIGSTOP) the rank in the middle of the move."""
+    rank: Whole
+    """Rank it happens on."""
+
+
+class ClusterConfig(Config):
+    """The ranks that a command starts on this machine."""
+
+    nodes: Count
+    """Nodes."""
+    ranks_per_node: Count
+    """Ranks on each of them."""
+    nic_per: Literal["rank", "node"] = "rank"
+    """One NIC for each rank, or one shared by the ranks of a node."""
+    nic_rate_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    """What a NIC passes each way, headers included; None: unshaped."""
+    shape: bool = True
+    """Whether the nodes are network namespaces of their own (needs root), or only declared on loopback."""
+
+
+class RunStamp(Config):
+    """What the rows of a launch have in common."""
+
+    utc: str
+    """When the launch began, ISO 8601."""
+    launch_id: str
+    """Shared by the rows of the launch."""
+    machine_id: str
+    """Hash of the environment that matters."""
+    commit: str | None
+    """Source revision, if this is a checkout."""
+    mismatch: tuple[str, ...] = ()
+    """Where the profile's fingerprint differs from this machine."""
+    shaped: bool = False
+    """Whether the kernel holds the NICs' rates."""
+
+
+class CalibrateJob(Config):
+    """What every rank of ``calibrate`` is told."""
+
+    kind: Literal["calibrate"] = "calibrate"
+    """Which job this is."""
+    executor: str
+    """Executor whose exchanges are measured."""
+    quick: bool
+    """Fewer sizes and samples: seconds instead of a minute, wider intervals."""
+    budget_s: Seconds | None
+    """Time after which no further cell is begun; None for the default."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make; None: as the ranks see them."""
+    cluster: ClusterConfig | None = None
+    """How the ranks were started, kept in the profile; None in a world that was joined."""
+
+
+class RunJob(Config):
+    """What every rank of ``run`` is told."""
+
+    kind: Literal["run"] = "run"
+    """Which job this is."""
+    scenario: Scenario
+    """The whole scenario."""
+    profile: str | None = None
+    """Path of the profile to price with; None: nothing is priced."""
+    plan: str | None = None
+    """Path of the plan to run; None: the moves are planned here."""
+    planner: PlannerChoice = "classes"
+    """Planner of the moves."""
+    executor: ExecutorChoice = "auto"
+    """Executor of the rounds; auto: by the world's backend."""
+    bucket_bytes: Count | None
+    """Bytes of a bucket; None: by the move's size."""
+    repeats: Count
+    """Timed repeats of each route."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    move_limit_s: Seconds
+    """Limit of one move."""
+    max_extra_bytes: Count | None = None
+    """What a move may hold beyond the larger of the two layouts, giving the source up; None: the source is kept."""
+    allow_mismatch: bool = False
+    """Whether a profile of another topology may price this one."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make."""
+    stamp: RunStamp
+    """What the rows have in common."""
+    fault: Fault | None = None
+    """A fault to put in (tests)."""
+
+
+def dump(job: CalibrateJob | RunJob) -> dict[str, Any]:
+    """The job as the JSON-ready dict that ``config.check`` reads back."""
+    return job.model_dump(mode="json", by_alias=True)

@@ -1,0 +1,122 @@
+"""A plan file holds everything a run needs, comes back as it was, and is refused where it no longer fits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relaymeter.errors import InputError
+from relaymeter.harness.config import Scenario
+from relaymeter.harness.moves import PlannedMove, plan_scenario, select_moves
+from relaymeter.harness.plan_file import PlanFile, RoutedMove, load_plan, save_plan
+from relaymeter.harness.scenario import load_scenario, source_layout
+from relaymeter.relayout.routes import SPREAD
+from relaymeter.relayout.topology import Topology
+
+BOX = Topology.grid(2, 4)
+
+
+def scenario() -> Scenario:
+    return select_moves(load_scenario("transitions"), ["sync-tp2x2", "tp4-tp2x2-both"])
+
+
+def routed(moves: tuple[PlannedMove, ...]) -> tuple[RoutedMove, ...]:
+    """The moves, each with a route array as a profile of send-recv would have chosen it."""
+    made = []
+    for move in moves:
+        codes = np.where(np.arange(len(move.groups)) % 2, SPREAD, 0).astype(np.int8)
+        bare = RoutedMove.of(move, {})
+        hashes = {**bare.schedules, "chosen send-recv": move.schedule(codes)[0].input_hash.hex()}
+        made.append(replace(bare, chosen={"send-recv": codes}, schedules=hashes))
+    return tuple(made)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    found = tmp_path / "plan.json"
+    moves = plan_scenario(scenario(), BOX, 1 << 20)
+    save_plan(PlanFile(scenario(), BOX, "classes", "auto", routed(moves), {"machine_id": "abc"}), found)
+    return found
+
+
+def test_a_plan_comes_back_with_the_schedules_it_was_written_for(path: Path) -> None:
+    found = load_plan(path)
+    assert (found.scenario, found.topology, found.planner, found.executor) == (scenario(), BOX, "classes", "auto")
+    assert found.profile == {"machine_id": "abc"}
+    for was, now in zip(plan_scenario(scenario(), BOX, 1 << 20), found.planned(BOX), strict=True):
+        assert (now.name, now.planner, now.bucket_bytes) == (was.name, was.planner, 1 << 20)
+        assert list(now.sources) == list(was.sources)
+        chosen = found.chosen(now.name, now.planner, "send-recv")
+        assert chosen is not None
+        for codes in (*was.uniform().values(), chosen):
+            assert now.schedule(codes)[0].input_hash == was.schedule(codes)[0].input_hash
+            assert now.schedule(codes)[0].all_segments.src_offset.tolist() == (
+                was.schedule(codes)[0].all_segments.src_offset.tolist()
+            )
+        assert found.chosen(now.name, now.planner, "all-to-all") is None
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        (
+            Topology.grid(2, 2),
+            r"another topology: nodes of the ranks \[0, 0, 0, 0, 1, .*\] in the plan, \[0, 0, 1",
+        ),
+        (Topology.grid(2, 4, "node"), r"another topology: NICs of the ranks \[0, 1, 2, .*\] in the plan, \[0, 0, 0, 0"),
+    ],
+)
+def test_a_plan_for_another_topology_is_refused_with_the_field(path: Path, topology: Topology, expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        load_plan(path).planned(topology)
+
+
+def test_a_plan_is_held_against_the_layout_of_the_live_trainer(path: Path) -> None:
+    found = load_plan(path)
+    assert len(found.planned(BOX, source_layout(scenario(), BOX))) == 2
+    other = scenario().model.model_copy(update={"vocab_size": 4096})
+    with pytest.raises(InputError, match=r"model\.embed_tokens\.weight: bfloat16 \[2048, 256\].*\[4096, 256\]"):
+        found.planned(BOX, source_layout(scenario().model_copy(update={"model": other}), BOX))
+    fewer = scenario().source.model_copy(update={"nodes": (1,)})
+    with pytest.raises(InputError, match=r"tensor .*: segment 0 reads"):
+        found.planned(BOX, source_layout(scenario().model_copy(update={"source": fewer}), BOX))
+
+
+def test_a_plan_of_a_changed_model_is_refused_with_the_tensor(path: Path) -> None:
+    found = load_plan(path)
+    model = found.scenario.model.model_copy(update={"intermediate_size": 1024})
+    changed = replace(found, scenario=found.scenario.model_copy(update={"model": model}))
+    with pytest.raises(InputError, match=r"mlp\.gate_proj\.weight: bfloat16 \[768, 256\] in the plan, .*\[1024"):
+        changed.planned(BOX)
+
+
+def _edit(entry: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**entry, **changes}
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda e: _edit(e, planner="affine"), r"was edited after it was written \(its sha256 differs\)"),
+        (lambda e: _edit(e, moves=e["moves"][:1]), r"was edited after it was written"),
+        (lambda e: _edit(e, schema_version=99), r"schema_version 99, this version reads 1"),
+        (lambda e: {"tensors": {}}, r"is no plan: make one with relaymeter plan --out FILE"),
+        (lambda e: [], r"is no plan"),
+    ],
+)
+def test_what_is_no_intact_plan_is_refused(path: Path, edit: Any, expected: str) -> None:
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    with pytest.raises(InputError, match=expected):
+        load_plan(path)
+
+
+def test_a_plan_is_not_written_over_another_file(path: Path) -> None:
+    with pytest.raises(InputError, match="--force"):
+        save_plan(load_plan(path), path)
+    save_plan(load_plan(path), path, force=True)
+    assert load_plan(path).scenario == scenario()

@@ -18,7 +18,7 @@ from relaymeter.harness.replicas import ReplicaStorage
 from relaymeter.harness.run_context import RunContext
 from relaymeter.harness.trainer import train_steps
 from relaymeter.relayout.digest import LayoutDigest, compare, digest_layout
-from relaymeter.relayout.engines import zero3_storage
+from relaymeter.relayout.engines import weights_storage
 from relaymeter.relayout.execute import Mover
 from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.planner import plan_move
@@ -37,7 +37,7 @@ class Sources:
         self.engine = engine
         self._context = context
         self._layout = layout
-        self._trainer: Mapping[str, torch.Tensor] = zero3_storage(engine) if engine is not None else {}
+        self._trainer: Mapping[str, torch.Tensor] = weights_storage(engine) if engine is not None else {}
         self._planned: PlannedMove | None = None
         self._old: _OldReplica | None = None
         self._kept: ReplicaStorage | None = None
@@ -54,7 +54,7 @@ class Sources:
         Old replicas that the moves give up are filled before each of them instead, see ``give_up_old``.
         """
         context = self._context
-        self._trainer = zero3_storage(self.engine) if self.engine is not None else {}
+        self._trainer = weights_storage(self.engine) if self.engine is not None else {}
         self._planned = planned
         layout = planned.sources.get("old")
         self._old = self._kept = None

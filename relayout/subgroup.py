@@ -1,4 +1,4 @@
-"""ZeRO-3 engines over a subset of the ranks.
+"""DeepSpeed engines over a subset of the ranks.
 
     group = make_group([1, 2])                          # every rank of the world
     with subgroup_engines():                            # every rank that holds an engine, for as long as it trains
@@ -12,7 +12,8 @@ own barriers. DeepSpeed's shared-memory all-reduce (CPU inference), whose start 
 started. All ranks of one engine need it installed, also for an engine over the world that comes after such an
 engine. The checks run in a forward pass whenever a new trace is recorded, so leave it installed while engines train.
 
-Not for checkpoints: ``save_checkpoint`` waits for the whole world.
+Below ZeRO-3 and under AutoTP an engine looks for its groups in process-wide variables; it trains among its own
+(``own_groups``). Not for checkpoints: ``save_checkpoint`` waits for the whole world.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from relaymeter.errors import InputError
+from relaymeter.relayout.own_groups import Grid, OwnGroups
 from relaymeter.relayout.rank_order import check_order
 
 __all__ = [
@@ -55,7 +57,6 @@ _OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 
 #: Settings that make groups over the world or belong to another stage: refused on a part of the world.
 _WORLD_ONLY = (
-    ("tensor_parallel.autotp_size", (None, 0, 1)),
     ("expert_parallel.enabled", (None, False)),
     ("sequence_parallel_size", (None, 1)),
     ("zero_optimization.zero_hpz_partition_size", (None, 1)),
@@ -368,20 +369,25 @@ def subgroup_engines() -> Iterator[Scoping]:
 
 
 def initialize_over(
-    group: dist.ProcessGroup | None, model: torch.nn.Module, config: Mapping[str, Any], **options: Any
+    group: dist.ProcessGroup | None,
+    model: torch.nn.Module,
+    config: Mapping[str, Any],
+    *,
+    grid: Grid | None = None,
+    **options: Any,
 ) -> Any:
-    """A ZeRO-3 engine for ``model`` over the ranks of ``group``: ``deepspeed.initialize`` with the right groups.
+    """An engine for ``model`` over the ranks of ``group``: ``deepspeed.initialize`` with the right groups.
 
     The ranks of the group call this, with equal models and configs, inside ``subgroup_engines()``; other ranks need not
     even import DeepSpeed. ``options`` go to ``deepspeed.initialize``. DeepSpeed's process-wide groups are as before
-    afterwards, so an engine over other ranks can follow. Raises InputError for a rank outside the group, a stage other
-    than 3, or settings that need the whole world; PlanDisagreement where the ranks' parameters differ in order, name
-    or shape.
+    afterwards, so an engine over other ranks can follow. Any ZeRO stage; ``tensor_parallel.autotp_size`` needs a
+    ``grid`` of the group's ranks (``own_groups.make_grid``). Raises InputError for a rank outside the group, or for
+    settings that need the whole world; PlanDisagreement where the ranks' parameters differ in order, name or shape.
     """
     if group is None or dist.get_rank(group) < 0:
         raise InputError(f"rank {dist.get_rank()} is not in the group: call initialize_over on the group's ranks only")
     partial = dist.get_world_size(group) < dist.get_world_size()
-    _check_config(config, partial)
+    stage = _check_config(config, partial, 1 if grid is None else grid.degree)
     if "LOCAL_RANK" not in os.environ:
         raise InputError("LOCAL_RANK is not set: DeepSpeed needs it; start the ranks with torchrun or set it yourself")
     import deepspeed
@@ -392,19 +398,32 @@ def initialize_over(
     keys = [int.from_bytes(hashlib.blake2b(s.encode(), digest_size=7).digest(), "little") for s in shapes]
     check_order("parameters of the model", keys, shapes, group)
     options.setdefault("model_parameters", [p for p in model.parameters() if p.requires_grad])
-    with _own_group_state():
-        engine, *_ = deepspeed.initialize(model=model, config=dict(config), mpu=_mpu(group), **options)
+    groups = OwnGroups()
+    unit = groups.parallel_unit(group, stage, grid)
+    with groups.entered():
+        engine, *_ = deepspeed.initialize(model=model, config=dict(config), mpu=unit, **options)
+    groups.follow(engine)
     return engine
 
 
-def _check_config(config: Mapping[str, Any], partial: bool) -> None:
-    stage = _setting(config, "zero_optimization.stage")
-    if stage != 3:
-        raise InputError(f"zero_optimization.stage is {stage!r}: an engine over a group of ranks needs stage 3")
+def _check_config(config: Mapping[str, Any], partial: bool, degree: int) -> int:
+    """The ZeRO stage."""
+    wanted = _setting(config, "tensor_parallel.autotp_size") or 1
+    if wanted != degree:
+        raise InputError(
+            f"tensor_parallel.autotp_size is {wanted}, the grid's {degree}: make one on every rank of the world with "
+            "own_groups.make_grid and give it as grid="
+        )
+    stage = _setting(config, "zero_optimization.stage") or 0
+    if stage not in range(4):
+        raise InputError(
+            f"zero_optimization.stage is {stage!r}: an engine over a group of ranks has stage 0, 1, 2 or 3"
+        )
     for path, valid in _WORLD_ONLY:
         value = _setting(config, path)
         if partial and value not in valid:
             raise InputError(f"{path} = {value!r} makes groups over the whole world: leave it out on a part of it")
+    return int(stage)
 
 
 def _setting(config: Mapping[str, Any], path: str) -> Any:
@@ -412,32 +431,3 @@ def _setting(config: Mapping[str, Any], path: str) -> Any:
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
-
-
-def _mpu(group: dist.ProcessGroup) -> Any:
-    """What DeepSpeed asks of a model-parallel unit: data parallel over ``group``, no model-parallel group."""
-    ranks = dist.get_process_group_ranks(group)
-    return SimpleNamespace(
-        get_data_parallel_group=lambda: group,
-        get_data_parallel_group_ranks=lambda: list(ranks),
-        get_data_parallel_rank=lambda: dist.get_rank(group),
-        get_data_parallel_world_size=lambda: len(ranks),
-        get_model_parallel_group=lambda: None,
-        get_model_parallel_rank=lambda: 0,
-        get_model_parallel_world_size=lambda: 1,
-    )
-
-
-@contextlib.contextmanager
-def _own_group_state() -> Iterator[None]:
-    """A clean set of DeepSpeed's process-wide groups inside, the previous ones again afterwards."""
-    from deepspeed.utils import groups
-
-    fixed = (FunctionType, ModuleType, type, str)
-    saved = {n: v for n, v in vars(groups).items() if not n.startswith("__") and not isinstance(v, fixed)}
-    kept = {"_WORLD_GROUP": saved["_WORLD_GROUP"], "expert_tensor_parallel_world_size": 1}
-    vars(groups).update({n: {} if isinstance(v, dict) else kept.get(n) for n, v in saved.items()})
-    try:
-        yield
-    finally:
-        vars(groups).update(saved)

@@ -39,6 +39,8 @@ MAX_MESSAGE_BYTES = 256 << 20
 
 #: How often a wait on the host looks whether the other ranks still live, in seconds.
 _POLL_S = 0.1
+#: gloo keeps its time limits in whole milliseconds, so that one may end a little before its deadline.
+_TIMEOUT_STEP_S = 0.01
 
 #: A tag that no exchange uses.
 _BREAK_TAG = (1 << 31) - 2
@@ -91,7 +93,7 @@ def wait_for(
         break_group(group)
         raise
     except RuntimeError as error:
-        late = deadline is not None and time.monotonic() >= deadline
+        late = deadline is not None and time.monotonic() >= deadline - _TIMEOUT_STEP_S
         break_group(group)
         if late:
             raise MoveTimeout("the exchange did not end within its time limit") from error
@@ -187,7 +189,7 @@ def _wait_on_device(work: dist.Work, deadline: float | None, poll: Callable[[], 
 def break_group(group: dist.ProcessGroup | None = None) -> None:
     """Make the waits of this process on ``group``, in any thread, fail at once; the group is unusable afterwards.
 
-    Except, on gloo, a wait whose message had half arrived when its sender died (see ``_wait_beside``).
+    Except, on gloo, a wait whose message had half arrived when its sender died (see ``Waiter``).
 
     On gloo a receive that times out closes all connections of the group, which its peers notice too; NCCL communicators
     are aborted. For use after a failure; safe to call twice and from another thread.

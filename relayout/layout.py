@@ -139,7 +139,11 @@ class Layout:
 
     def check(self) -> None:
         """Raise LayoutError where a tensor is not covered exactly or two parts share a place, naming tensor, rank and
-        count. Pure, any rank."""
+        count. Pure, any rank; a layout that passed once is not looked at again."""
+        _ = self._checked
+
+    @cached_property
+    def _checked(self) -> bool:
         if set(self.specs) != set(self.placements):
             odd = sorted(set(self.specs) ^ set(self.placements))[0]
             raise LayoutError(f"layout {self.name}: tensor {odd} has no spec or no placement")
@@ -154,6 +158,7 @@ class Layout:
                 self._check_pieces(spec, self.placements[name])
                 self._check_covers(spec, self.placements[name])
                 seen.add(key)
+        return True
 
     def _where(self, spec: TensorSpec) -> str:
         return f"layout {self.name}, tensor {spec.name} {list(spec.shape)}"

@@ -15,10 +15,12 @@ LEAVES = ("errors", "records", "units")
 #: Modules that plan, price and decide: they must work where torch is not wanted or not there.
 PURE = (
     *(f"relayout/{name}" for name in ("geometry", "hubs", "layout", "placements", "planner", "routes", "schedule")),
-    *(f"relayout/{name}" for name in ("segments", "topology", "traffic", "batching", "timeline")),
+    *(f"relayout/{name}" for name in ("segments", "topology", "traffic", "batching", "timeline", "bounds", "own")),
+    *(f"relayout/{name}" for name in ("affine", "affine_maps", "classplan", "combine", "cuts", "holders", "meshes")),
+    *(f"relayout/{name}" for name in ("partitions", "pieces", "plan_check", "plan_json")),
     *(f"policies/{name}" for name in ("price", "choose", "thresholds", "fixed")),
     "calibration/profiles",
-    *(f"harness/{name}" for name in ("cli", "config", "scenario", "emit", "plots", "verdict", "models")),
+    *(f"harness/{name}" for name in ("cli", "config", "scenario", "emit", "plots", "verdict", "models", "moe")),
 )
 HEAVY = ("torch", "deepspeed", "transformers")
 

@@ -219,6 +219,13 @@ def _pieces(messages: Sequence[Message], cap: int) -> Iterator[Message]:
             yield peer, tensor[begin : begin + cap]
 
 
+def _on_host(tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
+    """``tensor``, or in its place one in the host's memory: gloo sends nothing else point to point."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return tensor.to("cpu") if copied else torch.empty_like(tensor, device="cpu")
+
+
 def exchange_messages(
     sends: Sequence[Message],
     receives: Sequence[Message],
@@ -234,10 +241,12 @@ def exchange_messages(
     """Send and receive (peer, tensor) messages; peers are ranks of ``group``, never the caller's own.
 
     Every receive is posted before any send, and all are waited for (see ``wait_for``); ``meanwhile`` is called between
-    the two. Several messages with one peer are matched in order. Messages of no bytes are left out on both ends; larger
-    ones than ``cap`` bytes are cut. Returns the bytes sent and received.
+    the two. On gloo, tensors of a device go through the host. Several messages with one peer are matched in order.
+    Messages of no bytes are left out on both ends; larger ones than ``cap`` bytes are cut. Returns the bytes sent and
+    received.
     """
     incoming, outgoing = list(_pieces(receives, cap)), list(_pieces(sends, cap))
+    landing: list[Message] = []
     works: list[dist.Work | None] = []
     try:
         if not incoming and not outgoing:
@@ -247,8 +256,10 @@ def exchange_messages(
             ops += [dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=peer) for peer, tensor in outgoing]
             works = list(dist.batch_isend_irecv(ops))
         else:
-            works = [dist.irecv(tensor, group=group, tag=tag, group_src=peer) for peer, tensor in incoming]
-            works += [dist.isend(tensor, group=group, tag=tag, group_dst=peer) for peer, tensor in outgoing]
+            landing = [(peer, _on_host(tensor, copied=False)) for peer, tensor in incoming]
+            leaving = [(peer, _on_host(tensor, copied=True)) for peer, tensor in outgoing]
+            works = [dist.irecv(tensor, group=group, tag=tag, group_src=peer) for peer, tensor in landing]
+            works += [dist.isend(tensor, group=group, tag=tag, group_dst=peer) for peer, tensor in leaving]
     except RuntimeError as error:
         break_group(group)
         raise RankLost(f"a connection of the exchange broke: {_first_line(error)}") from error
@@ -256,6 +267,9 @@ def exchange_messages(
         meanwhile()
     posted = [work for work in works if work is not None]
     wait_for(posted, group=group, deadline=deadline, poll=poll, waiter=waiter)
+    for (_, target), (_, landed) in zip(incoming, landing, strict=False):
+        if landed is not target:
+            target.copy_(landed)
     return sum(tensor.numel() for _, tensor in outgoing), sum(tensor.numel() for _, tensor in incoming)
 
 

@@ -23,6 +23,12 @@ def _box_reason() -> str | None:
     return capability()
 
 
+def _has_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.get_closest_marker("box") for item in items):
         reason = _box_reason()
@@ -30,6 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker("box"):
                     item.add_marker(pytest.mark.skip(reason=f"no cluster in a box here: {reason}"))
+    on_device = [item for item in items if item.get_closest_marker("gpu")]
+    if on_device and not _has_device():
+        for item in on_device:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
 @pytest.fixture

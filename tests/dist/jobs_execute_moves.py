@@ -155,7 +155,8 @@ def _nearest_of_eight_bits(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> to
     codes = np.arange(0x7D)
     exponent, mantissa = codes >> 2, codes & 3
     table = np.where(exponent == 0, mantissa * 2.0**-16, (1 + mantissa / 4) * 2.0 ** (exponent - 15.0))
-    size = np.abs(numbers.astype(np.float64))
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        size = np.abs(numbers.astype(np.float64))
     size = np.where(np.isnan(size), 0, np.minimum(size, 2.0**16))
     above = np.clip(np.searchsorted(table, size), 0, 0x7C)
     below = np.maximum(above - 1, 0)

@@ -19,4 +19,4 @@ def test_the_program_in_the_documentation_moves_every_bit(tmp_path: Path) -> Non
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "8 of 8 digests equal, 2361344 bytes between nodes" in ended.stdout
+    assert "6 of 6 digests equal, 2361344 bytes between nodes" in ended.stdout

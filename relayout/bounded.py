@@ -199,6 +199,8 @@ class BoundedMover(RoundRunner):
     def _check(self) -> None:
         """Raise InputError where a source cannot be freed or a row does not fit."""
         table, rank = self._traffic.table, self._rank
+        if len(self._sources) != len(self._layouts):
+            raise InputError(f"{len(self._layouts)} source layouts need as many storages, got {len(self._sources)}")
         for number, (source, layout) in enumerate(zip(self._sources, self._layouts, strict=True)):
             where = f"rank {rank}, source layout {layout.name}"
             if source.refusal:

@@ -145,6 +145,14 @@ def _sum_by(index: IntArray, values: IntArray, length: int) -> IntArray:
     return total
 
 
+def _occurrence(rows: IntArray) -> IntArray:
+    """How many equal rows (n, c) stand directly before each."""
+    fresh = np.ones(len(rows), dtype=bool)
+    fresh[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+    head = np.flatnonzero(fresh)
+    return np.arange(len(rows)) - np.repeat(head, np.diff(np.append(head, len(rows))))
+
+
 def group_rows(
     tensors: Sequence[int],
     itemsize: int,
@@ -163,7 +171,11 @@ def group_rows(
     home = topology.node_array[rows.dst_rank]
     flat = rows.lo @ steps if len(steps) else np.zeros(count, dtype=np.int64)
     word = mix(rows.lo, rows.shape, rows.src_space)
-    order = np.lexsort((rows.dst_rank, word, home, rows.src_rank))
+    order = np.lexsort((rows.dst_offset, rows.dst_rank, word, home, rows.src_rank))
+    again = _occurrence(np.column_stack([rows.src_rank, home, word.view(np.int64), rows.dst_rank])[order])
+    if again.any():  # a rank that needs a region twice is twice a member, once in each of two groups
+        word[order] = mix(word[order].view(np.int64), again)
+        order = np.lexsort((rows.dst_rank, word, home, rows.src_rank))
     src, node, words = rows.src_rank[order], home[order], word[order]
     fresh = np.ones(count, dtype=bool)
     fresh[1:] = (src[1:] != src[:-1]) | (node[1:] != node[:-1]) | (words[1:] != words[:-1])
@@ -178,7 +190,7 @@ def group_rows(
     group_of_run[by_group] = np.cumsum(edge) - 1
     group = np.zeros(count, dtype=np.int64)
     group[order] = np.repeat(group_of_run, fanout)
-    final = np.lexsort((flat, rows.dst_rank, group))
+    final = np.lexsort((word, flat, rows.dst_rank, group))
     first = by_group[edge]
     members = fanout[first]
     total = _sum_by(group, numel, len(first))

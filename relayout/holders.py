@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaymeter.errors import LayoutError
-from relaymeter.relayout.geometry import intersect, split_boxes, subtract_boxes
+from relaymeter.relayout.geometry import boxes_overlap_volume, intersect, split_boxes, subtract_boxes
 from relaymeter.relayout.pieces import Pieces
 
-__all__ = ["BAND_MIN_BYTES", "Chosen", "choose_holders", "mix"]
+__all__ = ["BAND_MIN_BYTES", "Chosen", "boxes_equal_or_apart", "choose_holders", "missing", "mix"]
 
 IntArray = NDArray[np.int64]
 
@@ -58,18 +58,19 @@ def choose_holders(
     ``evenly_cut`` says that ``src`` are some of the pieces of a source whose boxes are equal or disjoint.
     """
     ia, ib, lo, size = intersect(src.lo, src.shape, dst.lo, dst.shape)
-    need = dst.numel
-    offered = np.bincount(ib, weights=np.prod(size, axis=1, dtype=np.int64), minlength=len(dst)).astype(np.int64)
-    if (offered == need).all():
+    region, first = _number_rows(np.column_stack([ib, lo, size]))
+    distinct = _sum_by(ib[first], np.prod(size[first], axis=1, dtype=np.int64), len(dst))
+    uneven = np.zeros(len(dst), dtype=bool)
+    if not evenly_cut:
+        if not boxes_equal_or_apart(src.lo, src.shape):
+            uneven[_tangled(ib[first], lo[first], size[first])] = True
+        short = ~uneven & (distinct != dst.numel)
+        if short.any():
+            bad = int(short.argmax())
+            raise missing(dst, bad, int(distinct[bad]), where)
+    if len(first) == len(ia) and not uneven.any():
         return Chosen(ia, ib, lo, size)
     level = _level(src, dst, ia, ib, node)
-    region = _number_rows(np.column_stack([ib, lo, size]))
-    first = np.unique(region, return_index=True)[1]
-    distinct = np.bincount(ib[first], weights=np.prod(size[first], axis=1, dtype=np.int64), minlength=len(dst))
-    uneven = (distinct.astype(np.int64) != need) & (not evenly_cut)
-    if (uneven & (distinct < need)).any():
-        bad = int(np.flatnonzero(distinct < need)[0])
-        raise _missing(dst, bad, int(distinct[bad]), where)
     even = ~uneven[ib]
     best = np.full(len(first), np.iinfo(np.int64).max)
     np.minimum.at(best, region, level)
@@ -89,17 +90,41 @@ def _level(src: Pieces, dst: Pieces, ia: IntArray, ib: IntArray, node: IntArray)
     return level
 
 
-def _number_rows(rows: IntArray) -> IntArray:
-    """The number of each row (n) among the distinct rows, in an order that depends on the rows alone."""
+def _number_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
+    """The number of each row (n) among the distinct rows, in an order that depends on the rows alone, and the first row
+    of each number (d)."""
     order = np.lexsort(rows.T[::-1])
-    found = np.zeros(len(rows), dtype=np.int64)
+    number, first = np.zeros(len(rows), dtype=np.int64), np.zeros(0, dtype=np.int64)
     if len(rows):
-        fresh = np.concatenate([[False], (rows[order][1:] != rows[order][:-1]).any(axis=1)])
-        found[order] = np.cumsum(fresh)
+        fresh = np.concatenate([[True], (rows[order][1:] != rows[order][:-1]).any(axis=1)])
+        number[order] = np.cumsum(fresh) - 1
+        first = order[fresh]
+    return number, first
+
+
+def _sum_by(index: IntArray, values: IntArray, length: int) -> IntArray:
+    total = np.zeros(length, dtype=np.int64)
+    np.add.at(total, index, values)
+    return total
+
+
+def boxes_equal_or_apart(lo: IntArray, shape: IntArray) -> bool:
+    """Whether any two boxes (n, nd) are equal or share nothing: the source of a move is evenly cut."""
+    boxes = np.unique(np.column_stack([lo, shape]), axis=0)
+    return not boxes_overlap_volume(boxes[:, : lo.shape[1]], boxes[:, lo.shape[1] :])
+
+
+def _tangled(piece: IntArray, lo: IntArray, size: IntArray) -> IntArray:
+    """The destination pieces among whose distinct regions (n, nd) two overlap."""
+    ones = np.ones((len(piece), 1), dtype=np.int64)
+    boxes = np.column_stack([piece, lo]), np.column_stack([ones, size])
+    one, two, _, _ = intersect(*boxes, *boxes)
+    found: IntArray = np.unique(piece[one[one != two]])
     return found
 
 
-def _missing(dst: Pieces, piece: int, offered: int, where: str) -> LayoutError:
+def missing(dst: Pieces, piece: int, offered: int, where: str) -> LayoutError:
+    """What to raise for a destination piece of which the sources hold only ``offered`` elements."""
     need = int(dst.numel[piece])
     return LayoutError(f"{where}: rank {int(dst.rank[piece])} needs {need} elements, the source offers {offered}")
 
@@ -151,7 +176,7 @@ def _fill(
     if len(open_dst):
         bad = int(open_dst[0])
         gap = int(np.prod(open_size[open_dst == bad], axis=1, dtype=np.int64).sum())
-        raise _missing(dst, bad, int(dst.numel[bad]) - gap, where)
+        raise missing(dst, bad, int(dst.numel[bad]) - gap, where)
     hit, part_dst, part_lo, part_size = (np.concatenate([entry[k] for entry in found]) for k in range(4))
     part_level = level[hit]
     return _all_holders(src, ia, ib, level, part_dst, part_lo, part_size, part_level)

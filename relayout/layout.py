@@ -18,10 +18,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from relaymeter.errors import LayoutError
+from relaymeter.errors import InputError, LayoutError
 from relaymeter.relayout.geometry import boxes_overlap_volume, shared_address
 
-__all__ = ["ITEMSIZE", "Layout", "Placement", "TensorSpec"]
+__all__ = ["ITEMSIZE", "Layout", "Placement", "TensorSpec", "refuse_cast"]
 
 #: Bytes per element of each dtype a layout may name (torch's spelling without the ``torch.`` prefix).
 ITEMSIZE: Mapping[str, int] = {
@@ -55,6 +55,17 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+
+def refuse_cast(name: str, leaves: str, arrives: str) -> None:
+    """Raise InputError for a cast whose result is not defined for every value: from floating point to integers, or from
+    complex numbers. Pure."""
+    floating = leaves.startswith(("float", "bfloat"))
+    if leaves != arrives and (leaves.startswith("complex") or (floating and arrives.startswith(("int", "uint")))):
+        raise InputError(
+            f"tensor {name}: no cast from {leaves} to {arrives} is offered, because it is not defined for every value; "
+            "cast between floating-point dtypes, or from integers"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,7 @@ __all__ = ["Pieces", "flatten", "merge", "split_at_neighbours"]
 IntArray = NDArray[np.int64]
 #: A piece is cut on its neighbours' borders into at most so many parts; beyond, it is left whole.
 _MOST_CELLS = 256
+_MOST_PASSES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +108,18 @@ def flatten(pieces: Pieces, shape: Sequence[int]) -> Pieces | None:
 def split_at_neighbours(pieces: Pieces, node: IntArray) -> Pieces:
     """Pieces cut on the borders of the unequal pieces of the same node (of each rank: ``node``) that overlap them.
 
-    What the ranks of one node need in common then consists of equal regions, so that it can be fetched once.
+    What the ranks of one node need in common then consists of equal regions, so that it can be fetched once. Parts may
+    have new neighbours to be cut at: a few times over is enough for all but the most tangled pieces.
     """
+    for _ in range(_MOST_PASSES):
+        cut = _split_once(pieces, node)
+        if len(cut) == len(pieces):
+            break
+        pieces = cut
+    return pieces
+
+
+def _split_once(pieces: Pieces, node: IntArray) -> Pieces:
     home = node[pieces.rank][:, None]
     boxes = np.column_stack([home, pieces.lo, pieces.shape])
     unique, which = np.unique(boxes, axis=0, return_inverse=True)

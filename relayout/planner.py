@@ -16,11 +16,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from relaymeter.errors import LayoutError
+from relaymeter.errors import InputError, LayoutError
 from relaymeter.relayout.classplan import ClassPlan, Rows, group_rows, label_names
 from relaymeter.relayout.geometry import row_major_strides
 from relaymeter.relayout.holders import Chosen, choose_holders
-from relaymeter.relayout.layout import IntArray, Layout, Placement, TensorSpec
+from relaymeter.relayout.layout import ITEMSIZE, IntArray, Layout, Placement, TensorSpec, refuse_cast
 from relaymeter.relayout.own import estimate_load, own_choice
 from relaymeter.relayout.pieces import Pieces, flatten, merge, split_at_neighbours
 from relaymeter.relayout.topology import Topology
@@ -99,7 +99,9 @@ def plan_move(
         layout.check()
     tensors = tuple(destination.specs.values())
     casts = dict(cast or {})
-    held = _source_specs(sources, tensors, casts)
+    if rank is not None and not 0 <= rank < topology.world_size:
+        raise InputError(f"rank {rank} of {topology.world_size} ranks cannot plan its own rows")
+    held = _source_specs(sources, tensors, casts, destination.name)
     digest = hashlib.sha256(repr((len(sources), topology.world_size, topology.node, topology.nic)).encode())
     classes: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(tensors):
@@ -193,7 +195,7 @@ def _nothing(spec: TensorSpec) -> Placement:
 
 
 def _source_specs(
-    sources: Sequence[Layout], tensors: Sequence[TensorSpec], casts: Mapping[str, str]
+    sources: Sequence[Layout], tensors: Sequence[TensorSpec], casts: Mapping[str, str], destination: str
 ) -> tuple[TensorSpec, ...]:
     """Each tensor as the sources hold it. Raises LayoutError where they differ in more than a cast that was named."""
     names = {spec.name for spec in tensors}
@@ -218,6 +220,11 @@ def _source_specs(
             where = " and ".join(layout.name for layout in sources)
             raise LayoutError(f"tensor {spec.name} is in the destination layout but not in layout {where}")
         asked = casts.get(spec.name, first.dtype)
+        if asked not in ITEMSIZE:
+            raise LayoutError(f"tensor {spec.name}: cast to {asked!r}, which is not one of {', '.join(ITEMSIZE)}")
+        if asked != first.dtype and asked != spec.dtype:
+            raise LayoutError(f"tensor {spec.name}: cast to {asked}, but layout {destination} has it as {spec.dtype}")
+        refuse_cast(spec.name, first.dtype, spec.dtype)
         if asked != spec.dtype:
             raise LayoutError(
                 f"tensor {spec.name} leaves as {first.dtype} and arrives as {spec.dtype}: name the cast "

@@ -273,8 +273,8 @@ def build_schedule(
     """
     if len(route) != int(plan.group_start[-1]) or bool(((route < 0) | (route >= len(ROUTES))).any()):
         raise InputError(f"a route array of {int(plan.group_start[-1])} codes from 0 to {len(ROUTES) - 1} is needed")
-    if bucket_bytes < 1:
-        raise InputError(f"bucket of {bucket_bytes} bytes: give at least 1")
+    if not isinstance(bucket_bytes, int | np.integer) or bucket_bytes < 1:
+        raise InputError(f"bucket of {bucket_bytes} bytes: give a whole number, at least 1")
     node = topology.node_array
     bands: list[list[ClassPlan]] = []
     loads: list[list[NDArray[np.float64]]] = []

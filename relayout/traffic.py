@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaymeter.errors import InputError
-from relaymeter.relayout.layout import TensorSpec
+from relaymeter.relayout.layout import TensorSpec, refuse_cast
 from relaymeter.relayout.segments import DIRECT_MIN_BYTES, FROM_DESTINATION, PART_ALIGN, SegmentTable
 
 __all__ = ["RunnableSchedule", "Traffic", "Way", "converted", "part_offsets", "segment_bytes"]
@@ -58,20 +58,14 @@ def part_offsets(nbytes: IntArray) -> tuple[IntArray, int]:
 def converted(tensors: Sequence[TensorSpec], source_tensors: Sequence[TensorSpec]) -> BoolArray:
     """Which ``tensors``, as they arrive, have another dtype than the same ``source_tensors``, as they leave (n).
 
-    Raises InputError where the lists do not name the same tensors, and for a cast whose result is not defined for every
-    value: from floating point to integers, or from complex numbers.
+    Raises InputError where the lists do not name the same tensors, and for a cast that ``refuse_cast`` refuses.
     """
     if [spec.name for spec in tensors] != [spec.name for spec in source_tensors]:
         raise InputError("the tensors that leave and those that arrive must have the same names in the same order")
     found = np.zeros(len(tensors), dtype=np.bool_)
     for index, (arrives, leaves) in enumerate(zip(tensors, source_tensors, strict=True)):
         if arrives.dtype != leaves.dtype:
-            floating = leaves.dtype.startswith(("float", "bfloat"))
-            if leaves.dtype.startswith("complex") or (floating and arrives.dtype.startswith(("int", "uint"))):
-                raise InputError(
-                    f"tensor {arrives.name}: no cast from {leaves.dtype} to {arrives.dtype} is offered, because it is "
-                    "not defined for every value; cast between floating-point dtypes, or from integers"
-                )
+            refuse_cast(arrives.name, leaves.dtype, arrives.dtype)
             found[index] = True
     return found
 

@@ -261,7 +261,7 @@ def test_a_cast_is_made_only_where_it_is_named():
         plan_move(source, copy, topology)
     with pytest.raises(LayoutError, match="cast names tensor v, which does not move"):
         plan_move(source, copy, topology, cast={"v": "bfloat16"})
-    with pytest.raises(LayoutError, match="arrives as bfloat16"):
+    with pytest.raises(LayoutError, match="cast to float16, but layout zero3 has it as bfloat16"):
         plan_move(source, copy, topology, cast={"w": "float16"})
     plan = plan_move(source, copy, topology, cast={"w": "bfloat16"})
     assert scheduled(plan, DIRECT).bytes_in_node == 32
@@ -275,3 +275,126 @@ def test_spread_splits_a_group_over_its_members():
     first = table.stage == 1
     half = sum(spec.numel for spec in SPECS.values()) // 2
     assert np.bincount(table.dst_rank[first], weights=table.elements[first])[2:].tolist() == [half, half]
+
+
+def test_survivors_that_lack_a_part_are_refused_however_often_they_hold_the_rest():
+    """Ranks 0 and 2 hold the same half; the other half is lost with ranks 1 and 3."""
+    specs = {"w": TensorSpec("w", (4,), "float32")}
+    source = without(tensor_parallel_layout(specs, {"w": Cut(0)}, [(0, 1), (2, 3)], 5), {1, 3})
+    whole = tensor_parallel_layout(specs, {"w": Cut(0)}, [(4,)], 5)
+    for rank in (None, *range(5)):
+        with pytest.raises(LayoutError, match="rank 4 needs 4 elements, the source offers 2"):
+            plan_move(source, whole, Topology.grid(5, 1), rank=rank)
+
+
+def test_sources_whose_overlap_makes_up_the_count_are_refused():
+    """[0, 2) twice and [1, 3): six elements offered for [0, 4), and the last one missing."""
+    specs = {"w": TensorSpec("w", (4,), "float32")}
+    one = Layout("one", 4, specs, {"w": shard_placement((4,), {0: ((0,), (2,)), 1: ((0,), (2,))})}, partial=True)
+    two = Layout("two", 4, specs, {"w": shard_placement((4,), {2: ((1,), (2,))})}, partial=True)
+    whole = tensor_parallel_layout(specs, {"w": Cut(0)}, [(3,)], 4)
+    for rank in (None, 3):
+        with pytest.raises(LayoutError, match="rank 3 needs 4 elements, the source offers 3"):
+            plan_move([one, two], whole, Topology.grid(4, 1), rank=rank)
+
+
+def test_a_rank_that_needs_a_region_twice_gets_both_by_every_route():
+    """Rank 2 holds the tensor in two places and rank 3 in one, each as two halves by columns."""
+    topology = Topology.grid(2, 2)
+    specs = {"w": TensorSpec("w", (4, 4), "int64")}
+    lo, shape = np.asarray([[0, 0], [0, 2]] * 3), np.asarray([[4, 2]] * 6)
+    offset, stride = np.asarray([0, 2, 16, 18, 0, 2]), np.asarray([[4, 1]] * 6)
+    place = Placement(
+        np.asarray([2, 2, 2, 2, 3, 3]), lo, shape, offset, stride, {2: 32, 3: 16}, np.asarray([0, 0, 1, 1, 2, 2])
+    )
+    source, copies = zero3_layout(specs, (0,), 4), Layout("copies", 4, specs, {"w": place})
+    plan = plan_move(source, copies, topology)
+    whole = whole_tensors(source)
+    for code in range(len(ROUTES)):
+        moved = storages(copies, None)
+        execute(scheduled(plan, code), storages(source, whole), moved)
+        for key, expected in storages(copies, whole).items():
+            np.testing.assert_array_equal(moved[key], expected, err_msg=f"{ROUTES[code]} {key}")
+
+
+def test_own_plans_of_copies_on_another_node_agree():
+    """Two TP2 copies on node 0 to a whole one on node 1: rank 0 and rank 2 do not both send their half."""
+    specs = {"w": TensorSpec("w", (4,), "float32")}
+    source = tensor_parallel_layout(specs, {"w": Cut(0)}, [(0, 1), (2, 3)], 8)
+    whole = tensor_parallel_layout(specs, {"w": Cut(0)}, [(4,)], 8)
+    topology = Topology.grid(2, 4)
+    every = scheduled(plan_move(source, whole, topology), DIRECT).all_segments
+    sent = {rank: scheduled(plan_move(source, whole, topology, rank=rank), DIRECT) for rank in range(5)}
+    assert sum(len(sent[rank].segments_for(rank)) for rank in range(4)) == len(every) == 2
+    assert len(sent[4].segments_for(4)) == 2
+
+
+def test_own_plans_of_unevenly_cut_sources_hold_what_a_rank_sends():
+    topology = Topology.grid(3, 2)
+    one, two = zero3_layout(SPECS, (0, 1, 2), 6), tensor_parallel_layout(SPECS, COLUMNS, [(2, 3)], 6)
+    new = tensor_parallel_layout(SPECS, ROWS, [(4, 5)], 6)
+    whole = scheduled(plan_move([one, two], new, topology), DIRECT, 1 << 30)
+    for rank in range(6):
+        own = scheduled(plan_move([one, two], new, topology, rank=rank), DIRECT, 1 << 30)
+        assert table_rows(own.segments_for(rank)).tolist() == table_rows(whole.segments_for(rank)).tolist()
+
+
+def test_far_ranks_are_loaded_in_the_order_of_the_sources():
+    """The first source sends all; the second, as whole, nothing: so buckets close by what rank 0 sends."""
+    topology = Topology.grid(8, 1)
+    specs = {f"w{i}": TensorSpec(f"w{i}", (64, 64), "float32") for i in range(32)}
+    cuts = dict.fromkeys(specs, Cut(0))
+    first = tensor_parallel_layout(specs, cuts, [(0,)], 8)
+    second = tensor_parallel_layout(specs, cuts, [(1,), (2,), (3,)], 8)
+    new = tensor_parallel_layout(specs, cuts, [(4,), (5,), (6,), (7,)], 8)
+    own = scheduled(plan_move([first, second], new, topology, rank=0), DIRECT, 1 << 17)
+    table = own.segments_for(0)
+    assert np.bincount(table.round, weights=table.elements * 4).max() <= 1 << 17
+
+
+def test_groups_of_different_ranks_with_one_sum_stay_apart():
+    """Ranks 4 and 7 want one half, 5 and 6 the other: two groups, though their numbers add up to the same."""
+    topology = Topology.grid(2, 4)
+    specs = {"w": TensorSpec("w", (8,), "int64")}
+    boxes = {4: ((0,), (4,)), 7: ((0,), (4,)), 5: ((4,), (4,)), 6: ((4,), (4,))}
+    copies = Layout("copies", 8, specs, {"w": shard_placement((8,), boxes)})
+    source = zero3_layout(specs, (0,), 8)
+    plan = plan_move(source, copies, topology)
+    groups = block_groups(plan, topology)
+    assert sorted(groups.fanout.tolist()) == [2, 2]
+    assert scheduled(plan, RELAY).bytes_cross_node == 64
+
+
+def test_hubs_of_an_own_plan_take_turns():
+    topology = Topology.grid(2, 2)
+    specs = {f"w{i}": TensorSpec(f"w{i}", (64, 64), "float32") for i in range(8)}
+    cuts = dict.fromkeys(specs, Cut(0))
+    source, copies = zero3_layout(specs, (0, 1), 4), tensor_parallel_layout(specs, cuts, [(2,), (3,)], 4)
+    table = scheduled(plan_move(source, copies, topology, rank=0), RELAY).segments_for(0)
+    assert np.bincount(table.dst_rank, minlength=4)[2:].tolist() == [4, 4]
+
+
+def test_what_two_uneven_pieces_share_is_cut_on_every_border():
+    """Three overlapping pieces in a chain: each element that crosses crosses once by relay."""
+    topology = Topology.grid(2, 3)
+    specs = {"w": TensorSpec("w", (6, 6), "int64")}
+    boxes = {3: ((0, 0), (6, 4)), 4: ((0, 2), (4, 4)), 5: ((2, 0), (4, 6))}
+    copies = Layout("copies", 6, specs, {"w": shard_placement((6, 6), boxes)}, partial=True)
+    copies.placements["w"].__dict__["copies"] = np.arange(3)
+    plan = plan_move(zero3_layout(specs, (0,), 6), copies, topology)
+    assert scheduled(plan, RELAY).bytes_cross_node == 36 * 8
+
+
+def test_wrong_ranks_casts_and_buckets_are_refused():
+    topology = Topology.grid(1, 2)
+    wide, narrow = ({"w": TensorSpec("w", (4, 4), dtype)} for dtype in ("float32", "int32"))
+    source, copy = zero3_layout(wide, (0,), 2), zero3_layout(wide, (1,), 2)
+    for rank in (-1, 2):
+        with pytest.raises(InputError, match=f"rank {rank} of 2 ranks"):
+            plan_move(source, copy, topology, rank=rank)
+    with pytest.raises(LayoutError, match="cast to 'float99', which is not one of"):
+        plan_move(source, copy, topology, cast={"w": "float99"})
+    with pytest.raises(InputError, match="no cast from float32 to int32 is offered"):
+        plan_move(source, zero3_layout(narrow, (1,), 2), topology, cast={"w": "int32"})
+    with pytest.raises(InputError, match=r"bucket of 1\.5 bytes: give a whole number"):
+        build_schedule(plan_move(source, copy, topology), topology, np.zeros(1, dtype=np.int8), 1.5)

@@ -200,7 +200,7 @@ def from_json(entry: Any, place: str) -> Profile:
             pack_cells=tuple(PackCell.from_dict(cell) for cell in entry["pack_cells"]),
             sharing=tuple(Sharing(**found) for found in entry["sharing"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"profile {place} is incomplete ({type(error).__name__}: {error}): calibrate again") from error
 
 

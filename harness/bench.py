@@ -17,11 +17,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK, EXIT_WRONG_BITS, RelaymeterError
+from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK, EXIT_USAGE, EXIT_WRONG_BITS, RelaymeterError
 from relaymeter.harness import bench_execution, bench_planning, bench_scale
 from relaymeter.harness.bench_execution import PartFailed
 from relaymeter.harness.bench_report import Figure, Found, Say, figures_table, missed, report_dict
+from relaymeter.harness.emit import print_table
 from relaymeter.records import check_target, dump_json, write_text
+from relaymeter.units import counted
 
 __all__ = ["PARTS", "main"]
 
@@ -52,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", choices=tuple(PARTS), metavar="PART", help="run this part alone (may be repeated)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure with its raw samples")
+    parser.add_argument("--json", type=Path, metavar="FILE|-", help="write every figure with its raw samples")
     parser.add_argument("--force", action="store_true", help="replace FILE where it exists")
     parser.add_argument(
         "--tiny", action="store_true", help="small inputs and few repeats, no bars: only to see that everything runs"
@@ -63,13 +65,15 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts asked for and return the exit code. The parent calls it, no rank."""
     options = _parser().parse_args(arguments)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 132)
+    alone = options.json == Path("-")
+    stream = sys.stderr if alone else sys.stdout
+    console = Console(file=stream, highlight=False, width=None if stream.isatty() else 132)
     began = time.monotonic()
     utc = datetime.now(timezone.utc).isoformat(timespec="seconds")
     figures: list[Figure] = []
     failed: dict[str, int] = {}
     try:
-        if options.json is not None:
+        if options.json is not None and not alone:
             check_target(options.json, force=options.force)
         chosen = [name for name in PARTS if options.only is None or name in options.only]
         for number, name in enumerate(chosen, start=1):
@@ -87,26 +91,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             figures += found
             for table in (figures_table(title, found), *tables):
-                console.print(table)
-        if options.json is not None:
-            head = {"utc": utc, "machine": platform.platform(), "python": platform.python_version(),
-                    "tiny": options.tiny, "parts": chosen, "failed": list(failed),
-                    "seconds": time.monotonic() - began}  # fmt: skip
-            write_text(options.json, dump_json(report_dict(figures, head)), force=options.force)
+                print_table(console, table)
     except RelaymeterError as error:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        print("bench: interrupted", file=sys.stderr)
         return 130
     texts = [*failed, *missed(figures)]
     for text in texts:
         console.print(f"missed: {text}", markup=False)
     judged = sum(figure.bar is not None for figure in figures)
-    summary = "small inputs, no bars" if options.tiny else f"{judged} bars, {len(texts)} missed"
-    console.print(f"{len(figures)} figures, {summary}, {time.monotonic() - began:.0f} s", markup=False)
-    if EXIT_WRONG_BITS in failed.values():
-        return EXIT_WRONG_BITS
-    return EXIT_GATE_MISSED if texts else EXIT_OK
+    summary = "small inputs, no bars" if options.tiny else f"{counted(judged, 'bar')}, {len(texts)} missed"
+    console.print(f"{counted(len(figures), 'figure')}, {summary}, {time.monotonic() - began:.0f} s", markup=False)
+    code = EXIT_GATE_MISSED if texts else EXIT_OK
+    try:
+        if options.json is not None:
+            head = {"utc": utc, "machine": platform.platform(), "python": platform.python_version(),
+                    "tiny": options.tiny, "parts": chosen, "failed": list(failed),
+                    "seconds": time.monotonic() - began}  # fmt: skip
+            document = dump_json(report_dict(figures, head))
+            if alone:
+                sys.stdout.write(document)
+                sys.stdout.flush()
+            else:
+                write_text(options.json, document, force=options.force)
+    except (OSError, RelaymeterError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        code = EXIT_USAGE
+    return EXIT_WRONG_BITS if EXIT_WRONG_BITS in failed.values() else code
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from relaymeter.errors import InputError
 from relaymeter.harness.jobs import Fault
-from relaymeter.harness.moves import PlannedMove, bounded_schedule
+from relaymeter.harness.moves import PlannedMove, bounded_schedule, fixed_bounded_schedule
 from relaymeter.harness.replicas import ReplicaStorage
 from relaymeter.harness.run_context import FloatArray, RunContext
 from relaymeter.harness.sources import Sources
@@ -185,7 +185,7 @@ def make_cases(
         ends = _Ends(planned, sources, {} if target is None else target.storages)
         for executor in context.executors:
             for route, codes in _routes(context, planned, executor):
-                schedule, schedule_s = _schedule(context, planned, codes, executor)
+                schedule, schedule_s = _schedule(context, planned, route, codes, executor)
                 trigger = _Trigger(mine, schedule.rounds)
                 kind = _Kept if target is not None else _GivenUp
                 move = kind(context, schedule, executor, ends, trigger.hooks())
@@ -195,14 +195,18 @@ def make_cases(
 
 
 def _schedule(
-    context: RunContext, planned: PlannedMove, codes: NDArray[np.int8], executor: str
+    context: RunContext, planned: PlannedMove, route: str, codes: NDArray[np.int8], executor: str
 ) -> tuple[Schedule, float]:
     """The schedule and the seconds it took: the plan's bucket, or in bounded memory the largest that fits."""
     limit = context.job.max_extra_bytes
-    if limit is None or context.job.bucket_bytes is not None or context.plan is not None:
+    if limit is None:
         return planned.schedule(codes)
     begin = context.now()
-    found = bounded_schedule(planned, codes, executor, limit)
+    if context.plan is not None or context.job.bucket_bytes is not None:
+        whose = "--plan" if context.plan is not None else "--bucket-bytes"
+        found = fixed_bounded_schedule(planned, route, codes, executor, limit, whose)
+    else:
+        found = bounded_schedule(planned, route, codes, executor, limit)
     return found, context.now() - begin
 
 
@@ -233,10 +237,12 @@ def _routes(context: RunContext, planned: PlannedMove, executor: str) -> list[tu
     return [*routes, (CHOSEN, on_wire.cpu().numpy())]
 
 
-def repeat_cases(context: RunContext, cases: Sequence[Case], expected: LayoutDigest) -> None:
+def repeat_cases(
+    context: RunContext, cases: Sequence[Case], expected: LayoutDigest, fault: Fault | None = None
+) -> None:
     """Repeats outside, cases inside in an order shuffled alike on all ranks; repeat 0 warms up. Collective.
 
-    Raises RankLost and MoveTimeout out of a move that failed.
+    Raises RankLost and MoveTimeout out of a move that failed, InputError where a bit to flip never came.
     """
     name, repeats = cases[0].planned.name, context.job.repeats
     order = random.Random(f"{context.job.scenario.name} {name}")
@@ -249,6 +255,20 @@ def repeat_cases(context: RunContext, cases: Sequence[Case], expected: LayoutDig
             case.move.clear()
             if repeat:
                 case.samples.append(sample)
+    _refuse_no_flip(context, cases, fault)
+
+
+def _refuse_no_flip(context: RunContext, cases: Sequence[Case], fault: Fault | None) -> None:
+    """Raise InputError on every rank where a bit was to be flipped and none was. Collective if there is a fault."""
+    if fault is None or fault.kind != "flip":
+        return
+    with context.together("the end of the repeats"):
+        waiting = context.gather([float(any(case.trigger.fault and case.trigger.armed for case in cases))])
+    if waiting.any():
+        raise InputError(
+            f"--fault flip:{fault.rank}: rank {fault.rank} received nothing late in move {cases[0].planned.name}, so "
+            "no bit was flipped: name a rank that receives"
+        )
 
 
 def _once(context: RunContext, case: Case, expected: LayoutDigest) -> FloatArray:

@@ -1,6 +1,7 @@
 """Command line: ``relaymeter calibrate | choose | plan | run``. Parses, hands over, turns errors into exit codes.
 
-Importing this imports neither torch nor deepspeed: the commands import what they need when they run.
+Importing this imports little, so that an interrupt is heard from the first moment; neither torch nor deepspeed is
+imported until a command needs it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from typing import Any, NoReturn
 
 from relaymeter import __version__
 from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError, RelaymeterError
-from relaymeter.harness.config import EXECUTOR_CHOICES, PLANNER_CHOICES, nearest
-from relaymeter.relayout.topology import parse_grid
 from relaymeter.units import parse_bytes, parse_rate
 
 __all__ = ["build_parser", "main"]
@@ -68,8 +67,28 @@ def _nic(text: str) -> float | None:
     return None if text == "none" else float(_typed(parse_rate)(text))
 
 
+def _grid(text: str) -> tuple[int, int]:
+    from relaymeter.relayout.topology import parse_grid
+
+    return parse_grid(text)
+
+
+def _named(text: str) -> Path:
+    """A file or folder by its name."""
+    if text in ("", "-"):
+        hint = "; --json - prints the JSON on standard output" if text else ""
+        raise argparse.ArgumentTypeError(f"{text!r} names no file or folder: give a name{hint}")
+    return Path(text)
+
+
+def _json_target(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no file: give a name, or '-' for standard output")
+    return text
+
+
 def _profile(text: str) -> Path | None:
-    return None if text == "none" else Path(text)
+    return None if text == "none" else _named(text)
 
 
 def _fault(text: str) -> tuple[str, int]:
@@ -82,7 +101,10 @@ def _fault(text: str) -> tuple[str, int]:
 def _add_output(parser: argparse.ArgumentParser, what: str) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--json", metavar="FILE|-", help=f"{what} ('-' for standard output; the table then goes to stderr)"
+        "--json",
+        type=_json_target,
+        metavar="FILE|-",
+        help=f"{what} ('-' for standard output; the table then goes to stderr)",
     )
     group.add_argument("--force", action="store_true", help="replace files that exist")
 
@@ -120,6 +142,8 @@ def _add_ranks(parser: argparse.ArgumentParser, like: str, limit_s: int) -> None
 def _add_executor(
     parser: argparse.ArgumentParser, auto: str, *, both: bool = True, default: str | None = "auto"
 ) -> None:
+    from relaymeter.harness.config import EXECUTOR_CHOICES
+
     choices = EXECUTOR_CHOICES if both else tuple(name for name in EXECUTOR_CHOICES if name != "both")
     side = "; both: one beside the other" if both else ""
     parser.add_argument(
@@ -128,6 +152,8 @@ def _add_executor(
 
 
 def _add_planner(parser: argparse.ArgumentParser, default: str | None) -> None:
+    from relaymeter.harness.config import PLANNER_CHOICES
+
     parser.add_argument(
         "--planner",
         choices=PLANNER_CHOICES,
@@ -184,7 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
         "measure what this cluster's exchanges cost and write the profile",
         "relaymeter calibrate --nodes 2 --ranks-per-node 2 --nic 400mbit --out profile.json",
     )
-    calibrate.add_argument("--out", required=True, type=Path, metavar="PROFILE", help="file to write the profile to")
+    calibrate.add_argument("--out", required=True, type=_named, metavar="PROFILE", help="file to write the profile to")
     _add_executor(
         calibrate, "both, first and most the backend's own: send-recv on gloo, all-to-all on NCCL", both=False
     )
@@ -204,7 +230,7 @@ def build_parser() -> argparse.ArgumentParser:
         "price direct, relay and spread with a profile; print thresholds and a route per block class",
         "relaymeter choose --profile profile.json --scenario demo",
     )
-    choose.add_argument("--profile", required=True, type=Path, metavar="PROFILE", help="profile that calibrate wrote")
+    choose.add_argument("--profile", required=True, type=_named, metavar="PROFILE", help="profile that calibrate wrote")
     _add_pricing(choose)
     _add_executor(choose, "the one that the profile measured first")
     choose.add_argument(
@@ -223,19 +249,19 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--topology",
         required=True,
-        type=_typed(parse_grid),
+        type=_typed(_grid),
         metavar="NODESxRANKS",
         help="nodes and ranks per node, such as 16x8",
     )
     plan.add_argument(
         "--nic-per", choices=("rank", "node"), default="rank", help="NICs of the planned cluster (default rank)"
     )
-    plan.add_argument("--profile", type=Path, metavar="PROFILE", help="price with this profile, of whatever machine")
+    plan.add_argument("--profile", type=_named, metavar="PROFILE", help="price with this profile, of whatever machine")
     _add_planner(plan, "classes")
     _add_executor(plan, "the one that the profile measured first; without a profile send-recv")
     plan.add_argument(
         "--out",
-        type=Path,
+        type=_named,
         metavar="FILE",
         help="write the plans themselves, with their routes: run --plan FILE runs them",
     )
@@ -259,7 +285,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what.add_argument(
         "--plan",
-        type=Path,
+        type=_named,
         metavar="FILE",
         help="exactly what plan --out wrote: its scenario, planner, executor, routes and buckets",
     )
@@ -276,8 +302,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-extra",
         type=_typed(parse_bytes),
         metavar="SIZE",
-        help="bounded memory, for moves from the old replicas within the same ranks: a rank holds at most SIZE more "
-        "than the larger of its two layouts, and the old replica is given up as it is read",
+        help="bounded memory, for moves from the old replicas within the same ranks: by prediction (storages and "
+        "buffers counted) a rank holds at most SIZE more than the larger of its two layouts, and the old replica is "
+        "given up as it is read",
     )
     run.add_argument("--repeats", type=_count, metavar="N", help="timed repeats of a row (default 5, or the suite's)")
     run.add_argument(
@@ -287,10 +314,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--allow-mismatch", action="store_true", help="use a profile of another machine (stamped on every row)"
     )
     run.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write the plot of predicted and measured times (png, svg, pdf)"
+        "--plot", type=_named, metavar="FILE", help="write the plot of predicted and measured times (png, svg, pdf)"
     )
     run.add_argument(
-        "--results", type=Path, metavar="DIR", help="also keep rows, profile and plot under DIR/<machine>/"
+        "--results", type=_named, metavar="DIR", help="also keep rows, profile and plot under DIR/<machine>/"
     )
     run.add_argument("--fault", type=_fault, help=argparse.SUPPRESS)
     _add_ranks(run, "as the profile, plan or suite says, else ", 1800)
@@ -300,6 +327,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    from relaymeter.harness.config import nearest
+
     first = next((text for text in arguments if not text.startswith("-")), None)
     actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if first is not None and actions and first not in actions[0].choices:

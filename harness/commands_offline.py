@@ -13,7 +13,6 @@ from typing import Any
 
 from relaymeter.calibration.profiles import Profile
 from relaymeter.calibration.profiles import load as load_profile
-from relaymeter.errors import EXIT_OK
 from relaymeter.harness import emit, emit_plan
 from relaymeter.harness.commands_ranks import check_targets, open_profile
 from relaymeter.harness.moves import PlannedMove, executors_of, plan_scenario, planners_of, select_moves
@@ -27,6 +26,7 @@ from relaymeter.relayout.bounds import lower_bound
 from relaymeter.relayout.routes import ROUTES
 from relaymeter.relayout.schedule import Schedule
 from relaymeter.relayout.topology import Topology
+from relaymeter.units import counted
 
 __all__ = ["choose", "plan"]
 
@@ -40,7 +40,7 @@ def choose(args: argparse.Namespace) -> int:
     profile, mismatch = open_profile(args.profile, args.allow_mismatch)
     out = emit.Output(args.json, force=args.force)
     _price(args, scenario.name, plan_scenario(scenario, profile.topology, args.bucket_bytes), profile, mismatch, out)
-    return EXIT_OK
+    return out.exit_code
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def plan(args: argparse.Namespace) -> int:
         document = PlanFile(scenario, topology, args.planner, args.executor, routed, _stamp(profile))
         save_plan(document, args.out, force=args.force)
         out.say(f"plan: {args.out} (run it with relaymeter run --plan {args.out})")
-    return EXIT_OK
+    return out.exit_code
 
 
 def _price(
@@ -135,12 +135,17 @@ def _stamp(profile: Profile | None) -> dict[str, Any] | None:
 
 def _headline(scenario: str, topology: Topology, executors: tuple[str, ...], profile: Profile | None) -> str:
     ranks = [len(topology.ranks_of(node)) for node in range(topology.nodes)]
-    shape = f"{topology.nodes} nodes x {ranks[0]} ranks" if len(set(ranks)) == 1 else f"ranks by node {ranks}"
-    text = f"{scenario} on {shape}, {len(set(topology.nic))} NICs, {' and '.join(executors)}"
+    shape = (
+        f"{counted(topology.nodes, 'node')} x {counted(ranks[0], 'rank')}"
+        if len(set(ranks)) == 1
+        else f"ranks by node {ranks}"
+    )
+    text = f"{scenario} on {shape}, {counted(len(set(topology.nic)), 'NIC')}, {' and '.join(executors)}"
     if profile is None:
         return text + "; no profile, so no prices: give --profile PROFILE"
     if profile.topology != topology:
-        return text + f"; priced with a profile of {profile.topology.nodes} nodes, so every price is extrapolated"
+        nodes = counted(profile.topology.nodes, "node")
+        return text + f"; priced with a profile of {nodes}, so every price is extrapolated"
     return text
 
 

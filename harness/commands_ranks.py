@@ -28,6 +28,7 @@ from relaymeter.records import check_target, dump_json, load_json, write_text
 __all__ = [
     "asked_cluster",
     "calibrate",
+    "check_results",
     "check_targets",
     "check_world",
     "describe_cluster",
@@ -61,19 +62,19 @@ def calibrate(args: argparse.Namespace) -> int:
     if result is None or code != EXIT_OK:
         return code
     profile = from_json(result, "of this calibration")
-    save_profile(profile, args.out, force=args.force)
     for table in emit.profile_tables(profile):
         out.table(table)
+    save_profile(profile, args.out, force=args.force)
     for warning in profile.warnings:
         if not warning.startswith("gate "):  # the table of gates has those
             out.say(f"warning: {warning}")
     out.say(f"profile: {args.out} ({profile.spent_s:.0f} s measured, machine {profile.machine_id})")
     out.json(profile.to_json())
-    return EXIT_OK
+    return out.exit_code
 
 
 def check_targets(**targets: Path | str | None) -> None:
-    """Refuse two outputs of one name, and results where no folder can be. Raises InputError before any work."""
+    """Refuse two outputs of one name. Raises InputError before any work."""
     seen: dict[Path, str] = {}
     for name, target in targets.items():
         if target is None or target == "-":
@@ -82,13 +83,23 @@ def check_targets(**targets: Path | str | None) -> None:
         if path in seen:
             raise InputError(f"--{seen[path]} and --{name} both name {target}: give each its own file")
         seen[path] = name
-    folder = targets.get("results")
-    if folder is not None:
-        home = Path(folder)
-        while not home.exists() and home != home.parent:
+
+
+def check_results(root: Path, machine_id: str) -> None:
+    """Refuse ``--results`` where ``root/machine_id`` is no folder and cannot become one: a file in the way, a place
+    where nothing can be made. Raises InputError before any work; leaves nothing behind."""
+    home = root / machine_id
+    try:
+        while not os.path.lexists(home) and home != home.parent:
             home = home.parent
-        if not home.is_dir() or not os.access(home, os.W_OK):
-            raise InputError(f"--results {folder}: {home} is no folder that can be written: choose another")
+        if not home.is_dir():
+            raise InputError(f"--results {root}: {home} is no folder that can be written: choose another")
+        os.rmdir(tempfile.mkdtemp(dir=home, prefix=".relaymeter-"))  # rights alone do not say it, as in /proc
+    except (OSError, ValueError) as error:
+        text = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"--results {root}: {home} is no folder that can be written ({text}): choose another"
+        ) from error
 
 
 def open_profile(path: Path, allow_mismatch: bool) -> tuple[Profile, tuple[str, ...]]:

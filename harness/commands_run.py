@@ -14,20 +14,24 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 import relaymeter
 from relaymeter.calibration.fingerprint import machine_facts
 from relaymeter.calibration.profiles import Profile
 from relaymeter.calibration.profiles import save as save_profile
-from relaymeter.errors import EXIT_OK, InputError
+from relaymeter.errors import EXIT_OK, EXIT_RANK_LOST, EXIT_USAGE, EXIT_WRONG_BITS, InputError, RelaymeterError
 from relaymeter.harness import emit, emit_run
 from relaymeter.harness.commands_ranks import (
     asked_cluster,
+    check_results,
     check_targets,
     check_world,
     describe_cluster,
@@ -38,14 +42,23 @@ from relaymeter.harness.commands_ranks import (
 from relaymeter.harness.config import ExecutorChoice, PlannerChoice, Scenario, SuiteConfig, check
 from relaymeter.harness.jobs import ClusterConfig, Fault, RunJob, RunStamp
 from relaymeter.harness.launch import already_in_world
-from relaymeter.harness.moves import bounded_schedule, executors_of, plan_scenario, refuse_unbounded, select_moves
+from relaymeter.harness.moves import (
+    PlannedMove,
+    check_bounded,
+    executors_of,
+    plan_scenario,
+    planners_of,
+    refuse_unbounded,
+    select_moves,
+)
 from relaymeter.harness.plan_file import PlanFile, load_plan
 from relaymeter.harness.plots import check_plot, plot_rows
 from relaymeter.harness.scenario import load_scenario, load_suite
 from relaymeter.harness.verdict import judge, notes
+from relaymeter.policies.choose import choose
 from relaymeter.records import MoveRecord, dump_lines, write_text
 from relaymeter.relayout.topology import Topology
-from relaymeter.units import format_bytes
+from relaymeter.units import counted, format_bytes
 
 __all__ = ["run"]
 
@@ -77,19 +90,26 @@ def run(args: argparse.Namespace) -> int:
         )
     profile: Profile | None = None
     mismatch: tuple[str, ...] = ()
+    if args.profile is None and args.allow_mismatch:
+        raise InputError("--allow-mismatch is about a profile: give --profile PROFILE with it, or leave it out")
     if args.profile is not None:
         profile, mismatch = open_profile(args.profile, args.allow_mismatch)
     out = emit.Output(args.json, force=args.force)
     if args.plot is not None:
         check_plot(args.plot, force=args.force)
-    check_targets(json=args.json, plot=args.plot, results=args.results)
+    check_targets(json=args.json, plot=args.plot)
+    machine_id = _machine_id() if profile is None else profile.machine_id
+    if args.results is not None:
+        check_results(args.results, machine_id)
     hint = already_in_world()
     check_world(args, hint)
     cluster = None
     if hint is None:
         cluster = asked_cluster(args, _base_cluster(asked, profile))
         topology = Topology.grid(cluster.nodes, cluster.ranks_per_node, cluster.nic_per)
-        _check_moves(args, asked, topology)
+        if profile is not None and profile.topology.node == topology.node:
+            topology = profile.topology  # the NICs as measured, as the ranks take them
+        _check_moves(args, asked, topology, profile)
         if args.fault is not None and args.fault[1] >= topology.world_size:
             raise InputError(f"--fault: rank {args.fault[1]} of {topology.world_size} ranks")
         cluster = shapeable(cluster, out)
@@ -114,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         stamp=RunStamp(
             utc=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             launch_id=secrets.token_hex(4),
-            machine_id=_machine_id() if profile is None else profile.machine_id,
+            machine_id=machine_id,
             commit=_commit(),
             mismatch=mismatch,
             shaped=cluster is not None and cluster.shape and cluster.nic_rate_bytes_per_s is not None,
@@ -167,20 +187,35 @@ def _base_cluster(asked: _Asked, profile: Profile | None) -> ClusterConfig:
     return base.model_copy(update={name: getattr(asked.cluster, name) for name in ("nodes", "ranks_per_node")})
 
 
-def _check_moves(args: argparse.Namespace, asked: _Asked, topology: Topology) -> None:
+def _check_moves(args: argparse.Namespace, asked: _Asked, topology: Topology, profile: Profile | None) -> None:
     """Refuse, before a rank starts, what does not fit the topology, or what cannot be moved in bounded memory."""
-    if args.max_extra is not None:
+    plan, limit = asked.plan, args.max_extra
+    if limit is not None:
         refuse_unbounded(asked.scenario, topology)
-    if asked.plan is not None:
-        asked.plan.planned(topology)
+    if plan is not None:
+        moves = plan.planned(topology)
+    else:
+        planners = planners_of(asked.planner if limit is not None else "classes")
+        moves = plan_scenario(asked.scenario, topology, asked.bucket_bytes, planners=planners)
+    if limit is None:
         return
-    moves = plan_scenario(asked.scenario, topology, asked.bucket_bytes)
-    if args.max_extra is None or asked.bucket_bytes is not None:
-        return
-    for move in moves:
-        for executor in executors_of(asked.executor):
-            for codes in move.uniform().values():
-                bounded_schedule(move, codes, executor, args.max_extra)
+
+    def chosen(move: PlannedMove, executor: str) -> NDArray[np.int8] | None:
+        if plan is not None:
+            return plan.chosen(move.name, move.planner, executor)
+        if profile is None or executor not in profile.executors:
+            return None
+        found = choose(
+            move.plan, topology, profile, bucket_bytes=move.bucket_bytes, executor=executor, groups=move.groups
+        )
+        return found.route
+
+    whose = None
+    if plan is not None:
+        whose = "--plan"
+    elif asked.bucket_bytes is not None:
+        whose = "the suite" if args.bucket_bytes is None else "--bucket-bytes"
+    check_bounded(moves, executors_of(asked.executor), chosen, limit, whose)
 
 
 def _say_first(args: argparse.Namespace, asked: _Asked, profile: Profile | None, out: emit.Output) -> None:
@@ -196,9 +231,9 @@ def _say_first(args: argparse.Namespace, asked: _Asked, profile: Profile | None,
                 out.say(f"note: {emit.unpriced(executor, profile)}")
     if args.max_extra is not None:
         out.say(
-            f"bounded memory: the old replica is given up as it is read, so that a rank holds at most "
-            f"{format_bytes(args.max_extra)} beyond the larger of its two layouts; should a move fail, neither the old "
-            "nor the new replica is usable (the trainer is)"
+            "bounded memory: the old replica is given up as it is read, so that a rank is predicted to hold at most "
+            f"{format_bytes(args.max_extra)} beyond the larger of its two layouts (storages and buffers); should a "
+            "move fail, neither the old nor the new replica is usable (the trainer is)"
         )
 
 
@@ -211,15 +246,12 @@ def _report(
     scenario: Scenario,
     out: emit.Output,
 ) -> int:
-    """Everything that follows from the rows; returns the exit code of the verdict."""
+    """Everything that follows from the rows, the verdict first. Returns its exit code, or, where the verdict is not
+    that bits were wrong or a rank was lost, that of a file that could not be written."""
     verdict = judge(rows, code)
     if code != EXIT_OK:
         done = len({row.move for row in rows})
-        out.say(f"stopped after {done} of {len(scenario.moves)} moves: the rows of what had finished follow")
-    out.json(dump_lines(rows))
-    if args.plot is not None:
-        plot_rows(rows, args.plot, force=args.force)
-    kept = None if args.results is None else _keep(args.results, rows, profile, scenario)
+        out.say(f"stopped after {done} of {counted(len(scenario.moves), 'move')}: the rows of what had finished follow")
     for line in verdict.lines:
         out.say(line)
     for text in mismatch:
@@ -232,14 +264,42 @@ def _report(
         out.say(text)
     for text in notes(rows):
         out.say(f"note: {text}")
-    if args.plot is not None:
-        out.say(f"plot: {args.plot}")
-    if kept is not None:
-        out.say(f"results: {kept}")
     if verdict.exit_code == EXIT_OK:
         checked = sum(row.digest_total for row in rows)
-        out.say(f"every bit arrived: {checked} of {checked} digests equal over {len(rows)} rows")
-    return verdict.exit_code
+        out.say(f"every bit arrived: {checked} of {counted(checked, 'digest')} equal over {counted(len(rows), 'row')}")
+    if out.exit_code != EXIT_OK:
+        for line in verdict.lines:
+            print(f"relaymeter: {line}", file=sys.stderr)
+    failed = _write(args, rows, profile, scenario, out) or out.exit_code
+    return verdict.exit_code if failed == EXIT_OK or verdict.exit_code in (EXIT_WRONG_BITS, EXIT_RANK_LOST) else failed
+
+
+def _write(
+    args: argparse.Namespace, rows: list[MoveRecord], profile: Profile | None, scenario: Scenario, out: emit.Output
+) -> int:
+    """Write what was asked for, each whatever became of the others; an error is one line. Returns an exit code."""
+    code = EXIT_OK
+
+    def plot() -> None:
+        plot_rows(rows, args.plot, force=args.force)
+        out.say(f"plot: {args.plot}")
+
+    def keep() -> None:
+        out.say(f"results: {_keep(args.results, rows, profile, scenario)}")
+
+    writers: tuple[tuple[str, Callable[[], None]], ...] = (
+        ("json", lambda: out.json(dump_lines(rows))), ("plot", plot), ("results", keep)
+    )  # fmt: skip
+    for name, write in writers:
+        if getattr(args, name) is None:
+            continue
+        try:
+            write()
+        except (OSError, RelaymeterError) as error:
+            text = f"{error.strerror or error}: {error.filename}" if isinstance(error, OSError) else str(error)
+            print(f"relaymeter: --{name} was not written: {text}", file=sys.stderr)
+            code = EXIT_USAGE
+    return code
 
 
 def _cluster_mismatch(args: argparse.Namespace, profile: Profile, cluster: ClusterConfig | None) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ What the ranks of a command are told is in ``jobs``. No torch import.
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import typing
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from relaymeter.errors import InputError
 from relaymeter.harness.models import Qwen3Geometry
+from relaymeter.records import read_input
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -105,11 +107,20 @@ def _sources(value: Any) -> Any:
     return tuple(names)
 
 
+def _name(value: Any) -> Any:
+    """Names stand in tables, in records and in names of folders."""
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError("give 1 to 100 letters, digits, '.', '_' or '-', the first one no '.'")
+    return value
+
+
 #: The most that a number in a file may be: every product of a few stays exact, and a slip of the finger is refused.
 MAX_COUNT = 2**40
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]
 Whole = Annotated[int, Field(strict=True, ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: Name of a scenario or a move.
+Name = Annotated[str, BeforeValidator(_name)]
 #: Nodes of a topology: a half of them by number (the first one is the larger), all, or a list of numbers.
 NodeChoice = Annotated[Literal["first-half", "second-half", "all"] | tuple[int, ...], BeforeValidator(_node_choice)]
 #: Ranks of one replica where all are alike, or of each replica.
@@ -185,7 +196,7 @@ class SourceConfig(Config):
 class MoveConfig(Config):
     """One move: where the weights go, and which layouts they come from."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Name
     """Name of the move in tables and records."""
     kind: Literal["replicas", "zero3"] = "replicas"
     """What the weights become: tensor-parallel ``replicas``, or partitions of ``zero3`` over the ranks of ``nodes``."""
@@ -237,11 +248,12 @@ class MoveConfig(Config):
                 )
         return self
 
-    def degrees(self) -> tuple[int, ...]:
-        """Every tensor-parallel degree that the move names, old and new."""
-        found: list[int] = []
-        for given in (self.tensor_parallel, self.from_tensor_parallel):
-            found += [given] if isinstance(given, int) else given or ()
+    def degrees(self) -> tuple[tuple[str, int], ...]:
+        """Every tensor-parallel degree that the move names, new and old, with its key."""
+        found: list[tuple[str, int]] = []
+        for key in ("tensor_parallel", "from_tensor_parallel"):
+            given = getattr(self, key)
+            found += [(key, degree) for degree in ([given] if isinstance(given, int) else given or ())]
         return tuple(dict.fromkeys(found))
 
 
@@ -265,8 +277,8 @@ class SuiteConfig(Config):
 class Scenario(Config):
     """A whole case: model, source and one or more moves. The same file serves any topology."""
 
-    name: str
-    """Name of the scenario: the file's name without its ending."""
+    name: Name
+    """Name of the scenario: by default the file's name without its ending."""
     model: ModelConfig
     """The model that moves."""
     source: SourceConfig = SourceConfig()
@@ -283,11 +295,11 @@ class Scenario(Config):
         if twice:
             raise ValueError(f"two [[moves]] are named {twice[0]!r}: give each a name of its own")
         for move in self.moves:
-            for degree in move.degrees():
+            for key, degree in move.degrees():
                 left = self.model.num_attention_heads % degree
                 if left:
                     raise ValueError(
-                        f"move {move.name}: num_attention_heads {self.model.num_attention_heads} % tensor_parallel "
+                        f"move {move.name}: num_attention_heads {self.model.num_attention_heads} % {key} "
                         f"{degree} = {left}, not 0"
                     )
         return self
@@ -310,10 +322,8 @@ def read_toml(path: Path, model: type[_Model], **defaults: Any) -> _Model:
     Raises InputError (missing, malformed, unknown key, bad value).
     """
     try:
-        entry = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        entry = tomllib.loads(read_input(path, "scenario"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{path} is not valid TOML: {error}") from error
     return check(model, {**defaults, **entry}, str(path))
 

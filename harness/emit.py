@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from relaymeter.calibration.profiles import Profile
+from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError
 from relaymeter.records import check_target, dump_json, write_text
 from relaymeter.units import format_bytes, format_rate, format_seconds
 
 __all__ = [
     "NONE",
     "Output",
+    "print_table",
     "profile_tables",
     "simple_table",
     "size_text",
@@ -35,6 +39,8 @@ __all__ = [
 
 #: Columns of a table that goes to a file or a pipe.
 _WIDE = 120
+#: More columns than any table needs.
+_WIDEST = 100_000
 #: The least that a column of texts keeps where the table is too wide.
 _NARROWEST = 7
 #: What a table shows where there is no value.
@@ -46,6 +52,10 @@ class _Console(Console):
     """A reader that goes away (``| head``) silences the tables; the verdict and the files stay."""
 
     def on_broken_pipe(self) -> None:
+        self.mute()
+
+    def mute(self) -> None:
+        """Print nothing more, and leave nothing to be flushed when the process ends."""
         self.quiet = True
         with suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
@@ -57,6 +67,8 @@ class Output:
     def __init__(self, json_target: str | None, *, force: bool) -> None:
         self._target = json_target
         self._force = force
+        self.exit_code = EXIT_OK
+        """``EXIT_USAGE`` once a table could not be written."""
         if json_target not in (None, "-"):
             check_target(Path(str(json_target)), force=force)
         stream = sys.stderr if json_target == "-" else sys.stdout
@@ -67,21 +79,54 @@ class Output:
 
     def say(self, text: str = "") -> None:
         """A line for people."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        with self._heard():
+            self.console.print(text, markup=False, soft_wrap=True)
 
     def table(self, table: Table) -> None:
         """A table for people."""
-        self.console.print(table)
+        with self._heard():
+            print_table(self.console, table)
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Where nothing can be written (a full disk), say so once on standard error and go on without tables."""
+        try:
+            yield
+        except OSError as error:
+            self.exit_code = EXIT_USAGE
+            self.console.mute()
+            with suppress(OSError, ValueError):
+                print(f"relaymeter: cannot write the tables: {error.strerror or error}", file=sys.stderr, flush=True)
 
     def json(self, text: str | Mapping[str, Any]) -> None:
         """The JSON of the command (a document, or ready-made lines), if it was asked for."""
         content = text if isinstance(text, str) else dump_json(text)
         if self._target == "-":
-            with suppress(BrokenPipeError, AttributeError):
-                sys.stdout.write(content)
-                sys.stdout.flush()
+            try:
+                with suppress(BrokenPipeError, AttributeError):
+                    sys.stdout.write(content)
+                    sys.stdout.flush()
+            except OSError as error:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise InputError(f"cannot write standard output: {error.strerror or error}") from error
         elif self._target is not None:
             write_text(Path(self._target), content, force=self._force)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print ``table`` with every number and unit whole: where the terminal is narrower than it needs, at the width that
+    a file gets, or more, so that the terminal wraps or scrolls the lines."""
+    for column in table.columns:
+        if column.no_wrap:
+            texts = [str(text) for text in (column.header, *column.cells)]
+            column.min_width = max(cell_len(line) for text in texts for line in text.split("\n"))
+    usual = console.width
+    needed = Measurement.get(console, console.options.update(width=_WIDEST, max_width=_WIDEST), table)
+    if needed.maximum > usual:
+        console.width = max(usual, needed.minimum, min(needed.maximum, _WIDE))
+    console.print(table)
+    if console.width != usual:
+        console.width = usual
 
 
 def simple_table(title: str, columns: Sequence[tuple[str, str]], *, caption: str | None = None) -> Table:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from relaymeter.harness.emit import NONE, simple_table, size_text, time_text, time_with_interval
 from relaymeter.records import MoveRecord
-from relaymeter.units import format_bytes
+from relaymeter.units import counted, format_bytes
 
 __all__ = ["planner_lines", "run_headline", "run_tables", "suite_table"]
 
@@ -21,9 +21,10 @@ def run_headline(rows: Sequence[MoveRecord]) -> str:
     first = rows[0]
     kept = "" if first.max_extra_bytes is None else f", source given up for {size_text(first.max_extra_bytes)} of extra"
     return (
-        f"{first.scenario}: {first.ranks} ranks on {first.nodes} nodes ({'shaped' if first.shaped else 'unshaped'}), "
-        f"{' and '.join(dict.fromkeys(row.executor for row in rows))}, {len(first.samples_s)} repeats{kept}; measured: "
-        "pack + communicate + unpack, slowest rank, median [interval]"
+        f"{first.scenario}: {counted(first.ranks, 'rank')} on {counted(first.nodes, 'node')} "
+        f"({'shaped' if first.shaped else 'unshaped'}), {' and '.join(dict.fromkeys(row.executor for row in rows))}, "
+        f"{counted(len(first.samples_s), 'repeat')}{kept}; measured: pack + communicate + unpack, "
+        "slowest rank, median [interval]"
     )
 
 
@@ -64,7 +65,7 @@ def suite_table(rows: Sequence[MoveRecord]) -> Table:
     sources = list(dict.fromkeys(name for row in rows for name in row.source_bytes))
     priced = any(row.predicted_s is not None for row in rows)
     table = simple_table(
-        f"{rows[0].scenario}: {len(rows)} rows",
+        f"{rows[0].scenario}: {counted(len(rows), 'row')}",
         [("move", "left"), *((kind, "whole") for kind in kinds), ("route", "whole"), ("measured", "right"),
          *([("/ bound", "right"), ("predicted", "right")] if priced else []),
          ("across\nnodes", "right"), ("kernel\ncounted", "right"), *((f"from\n{name}", "right") for name in sources),
@@ -100,7 +101,7 @@ def planner_lines(rows: Sequence[MoveRecord]) -> list[str]:
         lines.append(f"{move} by {route}: {sent} between nodes")
     fell = {(row.move, row.planner): row.fallback_tensors for row in rows if row.fallback_tensors}
     lines += [
-        f"{move}: {planner} fell back for {count} tensors (relaymeter plan says which and why)"
+        f"{move}: {planner} fell back for {counted(count, 'tensor')} (relaymeter plan says which and why)"
         for (move, planner), count in fell.items()
     ]
     return lines

@@ -7,14 +7,15 @@ Pure, no torch import; the same on every rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaymeter.errors import InputError
+from relaymeter.errors import InputError, LayoutError
 from relaymeter.harness.config import Scenario, SourceName, nearest
 from relaymeter.harness.scenario import destination_layout, old_ranks, source_layouts
 from relaymeter.relayout.layout import Layout
@@ -22,7 +23,7 @@ from relaymeter.relayout.planner import MovePlan, plan_move
 from relaymeter.relayout.routes import ROUTES, BlockGroups, block_groups
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, Schedule, build_schedule
 from relaymeter.relayout.segments import source_space
-from relaymeter.relayout.timeline import choose_bucket
+from relaymeter.relayout.timeline import choose_bucket, predicted_extra_bytes
 from relaymeter.relayout.topology import Topology
 
 __all__ = [
@@ -30,9 +31,11 @@ __all__ = [
     "Fallback",
     "PlannedMove",
     "bounded_schedule",
+    "check_bounded",
     "default_bucket_bytes",
     "default_executor",
     "executors_of",
+    "fixed_bounded_schedule",
     "plan_layouts",
     "plan_scenario",
     "planners_of",
@@ -187,7 +190,7 @@ def plan_scenario(
     source: Layout | None = None,
     planners: Sequence[str] = PLANNERS[:1],
 ) -> tuple[PlannedMove, ...]:
-    """Plan every move of ``scenario`` with every planner, move after move. Raises LayoutError.
+    """Plan every move of ``scenario`` with every planner, move after move. Raises LayoutError naming the move.
 
     ``source`` replaces the scenario's own (a live engine's). The planners of a move share its bucket.
     """
@@ -200,7 +203,14 @@ def plan_scenario(
         size = bucket_bytes
         for planner in planners:
             begin = time.perf_counter()
-            plan = plan_layouts(tuple(before.values()), after, topology, planner)
+            try:
+                plan = plan_layouts(tuple(before.values()), after, topology, planner)
+            except LayoutError as error:
+                hint = ""
+                if move.from_lost_ranks and move.sources == ("old",):
+                    lost = ", ".join(str(rank) for rank in move.from_lost_ranks)
+                    hint = f"; from_lost_ranks: no other source holds what rank {lost} has lost: use from = 'both'"
+                raise LayoutError(f"scenario {scenario.name}, move {move.name}: {error}{hint}") from error
             groups = block_groups(plan, topology)
             plan_s = layouts_s + time.perf_counter() - begin
             size = size or default_bucket_bytes(plan)
@@ -227,15 +237,76 @@ def refuse_unbounded(scenario: Scenario, topology: Topology) -> None:
             raise InputError(f"{what}: rank {odd} belongs to {side}: bounded memory is for moves within the same ranks")
 
 
-def bounded_schedule(move: PlannedMove, codes: NDArray[np.int8], executor: str, max_extra_bytes: int) -> Schedule:
-    """The schedule of the largest bucket with which no rank holds over ``max_extra_bytes`` beyond its larger layout,
-    the source being given up. Raises InputError where none fits, with the least that would. Pure."""
+def bounded_schedule(
+    move: PlannedMove, route: str, codes: NDArray[np.int8], executor: str, max_extra_bytes: int
+) -> Schedule:
+    """The schedule of the largest bucket with which no rank is predicted to hold over ``max_extra_bytes`` beyond its
+    larger layout, the source being given up. ``route`` names ``codes`` in errors. Raises InputError where none fits,
+    with what the sizes that are tried need. Pure."""
+    try:
+        return _build(move, codes, _fitting_bucket(move, codes, executor, max_extra_bytes))
+    except InputError as error:
+        raise InputError(f"{_case(move, route, executor)}: {error}") from error
 
-    def build(bucket_bytes: int) -> Schedule:
-        return build_schedule(move.plan, move.topology, codes, bucket_bytes)
 
+def fixed_bounded_schedule(
+    move: PlannedMove, route: str, codes: NDArray[np.int8], executor: str, max_extra_bytes: int, whose: str
+) -> Schedule:
+    """The schedule of the move's own bucket, which ``whose`` has set (``"--plan"``). Raises InputError where a rank
+    would hold over ``max_extra_bytes`` beyond its larger layout, with the nearest settings that fit. Pure."""
+    made = _build(move, codes, move.bucket_bytes)
     layouts = tuple(move.sources.values())
-    return build(choose_bucket(build, layouts, move.destination, executor, max_extra_bytes).bucket_bytes)
+    extra = [
+        predicted_extra_bytes(made, rank, layouts, move.destination, executor)
+        for rank in range(move.topology.world_size)
+    ]
+    if max(extra) <= max_extra_bytes:
+        return made
+    hint = f"set --max-extra {max(extra)} or more"
+    with suppress(InputError):
+        fits = _fitting_bucket(move, codes, executor, max_extra_bytes)
+        hint += f", or {'plan again with ' if whose == '--plan' else ''}--bucket-bytes {fits}"
+    raise InputError(
+        f"{_case(move, route, executor)}: rank {extra.index(max(extra))} needs {max(extra)} bytes beyond its larger "
+        f"layout with the buckets of {move.bucket_bytes} bytes that {whose} gives, but --max-extra allows "
+        f"{max_extra_bytes}: {hint}"
+    )
+
+
+def check_bounded(
+    moves: Sequence[PlannedMove],
+    executors: Sequence[str],
+    chosen: Callable[[PlannedMove, str], NDArray[np.int8] | None],
+    max_extra_bytes: int,
+    whose: str | None,
+) -> None:
+    """Raise InputError for the first move, executor and route that cannot be kept within ``max_extra_bytes``.
+
+    ``chosen`` gives the chosen routes of a move and executor, if any; ``whose``: who has set the buckets, None: nobody.
+    Pure: from metadata alone, before anything is trained.
+    """
+    for move in moves:
+        for executor in executors:
+            picked = chosen(move, executor)
+            for route, codes in (move.uniform() | ({} if picked is None else {"chosen": picked})).items():
+                if whose is None:
+                    bounded_schedule(move, route, codes, executor, max_extra_bytes)
+                else:
+                    fixed_bounded_schedule(move, route, codes, executor, max_extra_bytes, whose)
+
+
+def _build(move: PlannedMove, codes: NDArray[np.int8], bucket_bytes: int) -> Schedule:
+    return build_schedule(move.plan, move.topology, codes, bucket_bytes)
+
+
+def _fitting_bucket(move: PlannedMove, codes: NDArray[np.int8], executor: str, max_extra_bytes: int) -> int:
+    layouts = tuple(move.sources.values())
+    found = choose_bucket(partial(_build, move, codes), layouts, move.destination, executor, max_extra_bytes)
+    return found.bucket_bytes
+
+
+def _case(move: PlannedMove, route: str, executor: str) -> str:
+    return f"--max-extra: move {move.name} by {route} ({move.planner}, {executor})"
 
 
 def route_bytes(groups: BlockGroups, codes: NDArray[np.int8]) -> Mapping[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from relaymeter import __version__
 from relaymeter.errors import InputError
 from relaymeter.harness.config import EXECUTOR_CHOICES, PLANNER_CHOICES, ExecutorChoice, PlannerChoice, Scenario, check
-from relaymeter.harness.moves import PlannedMove
+from relaymeter.harness.moves import PLANNERS, PlannedMove
 from relaymeter.harness.scenario import destination_layout, source_layouts
 from relaymeter.policies.choose import Choice
 from relaymeter.records import dump_json, load_json, write_text
@@ -70,6 +70,20 @@ class RoutedMove:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> RoutedMove:
+        """The move that ``to_dict`` wrote. Raises InputError naming the entry that is none."""
+        if not isinstance(entry, Mapping):
+            raise InputError(f"{_cut(entry)} is no object")
+        checks: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+            ("move", lambda value: isinstance(value, str), "no name"),
+            ("planner", lambda value: isinstance(value, str) and value in PLANNERS, "no planner"),
+            ("bucket_bytes", lambda value: type(value) is int and 0 < value < 2**63, "no size in bytes"),
+            ("chosen", _are_routes, "no object with lists of route codes (0 to 2) by executor"),
+            ("schedules", _are_hashes, "no object with hashes by route"),
+            ("plan", lambda value: isinstance(value, Mapping), "no plan"),
+        )
+        for key, valid, what in checks:
+            if not valid(entry.get(key)):
+                raise InputError(f"{key} {_cut(entry.get(key))} is {what}")
         return cls(
             name=entry["move"],
             planner=entry["planner"],
@@ -115,6 +129,12 @@ class PlanFile:
             destination = destination_layout(self.scenario, move, topology)
             check_plan(routed.plan, tuple(sources.values()), destination, topology)
             groups = block_groups(routed.plan, topology)
+            for executor, codes in routed.chosen.items():
+                if len(codes) != len(groups):
+                    raise InputError(
+                        f"move {routed.name} ({routed.planner}): {len(codes)} routes chosen for {executor}, the plan "
+                        f"has {len(groups)} groups of blocks: plan it again"
+                    )
             planned_move = PlannedMove(
                 name=routed.name,
                 planner=routed.planner,
@@ -186,11 +206,44 @@ def load_plan(path: Path) -> PlanFile:
             topology=Topology.from_dict(entry["topology"]),
             planner=entry["planner"],
             executor=entry["executor"],
-            moves=tuple(RoutedMove.from_dict(one) for one in entry["moves"]),
+            moves=_moves(entry["moves"], [move["name"] for move in entry["scenario"]["moves"]], f"plan {path}"),
             profile=entry["profile"],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"plan {path} is incomplete ({type(error).__name__}: {error}): plan again") from error
+
+
+def _moves(entries: Any, names: Sequence[str], where: str) -> tuple[RoutedMove, ...]:
+    """The moves of a plan file. Raises InputError naming the entry: malformed, of no move of the scenario, or twice."""
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{where}, moves: {_cut(entries)} is no list of moves: plan again")
+    found: dict[tuple[str, str], RoutedMove] = {}
+    for number, entry in enumerate(entries):
+        try:
+            move = RoutedMove.from_dict(entry)
+            if move.name not in names or (move.name, move.planner) in found:
+                odd = "there twice" if move.name in names else "no move of its scenario"
+                raise InputError(f"{move.name!r} by {move.planner} is {odd}")
+        except InputError as error:
+            raise InputError(f"{where}, moves[{number}]: {error}: plan again") from error
+        found[move.name, move.planner] = move
+    return tuple(found.values())
+
+
+def _are_routes(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        name in EXECUTOR_CHOICES and isinstance(codes, list) and all(type(c) is int and 0 <= c <= 2 for c in codes)
+        for name, codes in value.items()
+    )
+
+
+def _are_hashes(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(found, str) for found in value.values())
+
+
+def _cut(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _schedule_hashes(move: PlannedMove, chosen: Mapping[str, Codes]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from relaymeter.errors import InputError
 from relaymeter.records import MoveRecord, check_target
-from relaymeter.units import format_seconds
+from relaymeter.units import counted, format_seconds
 
 __all__ = ["PLOT_FORMATS", "check_plot", "plot_rows"]
 
@@ -56,7 +56,7 @@ def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) ->
         panel.set_xticks(range(len(found)), names)
         if kinds:
             panel.tick_params(axis="x", rotation=90, labelsize=7)
-        title = f"{bound.scenario}, move {move}: {bound.ranks} ranks on {bound.nodes} nodes"
+        title = f"{bound.scenario}, move {move}: {counted(bound.ranks, 'rank')} on {counted(bound.nodes, 'node')}"
         if bound.bound_s is not None:
             panel.axhline(bound.bound_s, color=_BOUND, linestyle="--", linewidth=1, label="lower bound")
             title += f"\nbound {format_seconds(bound.bound_s)} ({bound.bound_by})"

@@ -11,14 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from relaymeter.calibration.profiles import Profile
 from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.errors import InputError, MoveTimeout, RankLost
 from relaymeter.harness.cases import CHOSEN, Case, make_cases, repeat_cases
 from relaymeter.harness.jobs import Fault, RunJob
-from relaymeter.harness.moves import PlannedMove, plan_scenario, planners_of, refuse_unbounded
+from relaymeter.harness.moves import (
+    PlannedMove,
+    check_bounded,
+    executors_of,
+    plan_scenario,
+    planners_of,
+    refuse_unbounded,
+)
 from relaymeter.harness.plan_file import PlanFile, load_plan
 from relaymeter.harness.rows import make_row
 from relaymeter.harness.run_context import RunContext
@@ -34,6 +43,7 @@ from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.subgroup import make_group
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.transport import wait_for
+from relaymeter.units import counted
 
 __all__ = ["run_job"]
 
@@ -54,9 +64,11 @@ def run_job(job: RunJob, world: World, say: Say) -> Iterator[list[MoveRecord]]:
     plan = None if job.plan is None else load_plan(Path(job.plan))
     topology = _topology(job, world, profile)
     try:
-        _plan(job, topology, plan, None)  # refuses what does not fit before anything is trained
         if job.max_extra_bytes is not None:
             refuse_unbounded(job.scenario, topology)
+        planned = _plan(job, topology, plan, None)  # refuses what does not fit before anything is trained
+        if job.max_extra_bytes is not None:
+            _check_bounded(job, world, planned, plan)
     except InputError as error:
         ranks_of = [len(topology.ranks_of(node)) for node in range(topology.nodes)]
         raise InputError(f"{error} (this world: {topology.nodes} node(s) of {ranks_of} ranks)") from error
@@ -81,8 +93,20 @@ def _plan(job: RunJob, topology: Topology, plan: PlanFile | None, trainer: Layou
     """The moves by every planner, planned here or read from the plan; ``trainer``: the live engine's layout, if any."""
     if plan is not None:
         return plan.planned(topology, trainer)
-    planners = planners_of(job.planner) if trainer is not None else planners_of("classes")
+    whole = trainer is not None or job.max_extra_bytes is not None
+    planners = planners_of(job.planner if whole else "classes")
     return plan_scenario(job.scenario, topology, job.bucket_bytes, trainer, planners)
+
+
+def _check_bounded(job: RunJob, world: World, planned: Sequence[PlannedMove], plan: PlanFile | None) -> None:
+    """Refuse what memory is not enough for, alike on every rank. Routes that a profile chooses come later."""
+
+    def chosen(move: PlannedMove, executor: str) -> NDArray[np.int8] | None:
+        return None if plan is None else plan.chosen(move.name, move.planner, executor)
+
+    executors = executors_of(job.executor if plan is None else plan.executor, backend=world.backend)
+    whose = "--plan" if plan is not None else None if job.bucket_bytes is None else "--bucket-bytes"
+    check_bounded(planned, executors, chosen, job.max_extra_bytes or 0, whose)
 
 
 def _move(context: RunContext, sources: Sources, moves: Sequence[PlannedMove], fault: Fault | None) -> list[MoveRecord]:
@@ -95,7 +119,7 @@ def _move(context: RunContext, sources: Sources, moves: Sequence[PlannedMove], f
         _say_how_long(context, cases)
         for case in cases:
             case.move.agree()
-        repeat_cases(context, cases, sources.expected())
+        repeat_cases(context, cases, sources.expected(), fault)
     except (RankLost, MoveTimeout) as error:
         _check_source(context, sources, before, getattr(error, "ranks", ()))
         raise
@@ -108,7 +132,7 @@ def _move(context: RunContext, sources: Sources, moves: Sequence[PlannedMove], f
 def _say_how_long(context: RunContext, cases: Sequence[Case]) -> None:
     repeats = context.job.repeats
     prices = [case.price.total_s for case in cases if case.price is not None]
-    text = f"{cases[0].planned.name}: {len(cases)} rows, {repeats} repeats and a warm-up"
+    text = f"{cases[0].planned.name}: {counted(len(cases), 'row')}, {counted(repeats, 'repeat')} and a warm-up"
     if len(prices) == len(cases):
         text += f": about {sum(prices) * (repeats + 1):.0f} s of moves"
     context.say(text)

@@ -132,7 +132,8 @@ def choose_bucket(
     """The largest bucket size, halving ``largest`` down to ``smallest``, that keeps every rank within the limit.
 
     ``build`` makes the schedule for a bucket size; it must hold the rows of all ranks. Raises InputError where none
-    fits, naming the rank, what it needs with the smallest buckets and the least limit that could be kept. Pure.
+    fits, naming the rank, what it needs with the smallest buckets that are tried, and a limit that one
+    of them keeps. Pure.
     """
     least: tuple[int, int] | None = None
     bucket = largest
@@ -150,7 +151,7 @@ def choose_bucket(
         bucket //= 2
     rank = extra.index(max(extra))
     raise InputError(
-        f"rank {rank} needs {max(extra)} bytes beyond its larger layout even with buckets of {bucket} bytes, but "
-        f"--max-extra allows {max_extra_bytes}: set --max-extra {least[0]} (bucket_bytes {least[1]}) or more, or leave "
-        "it out to keep the source"
+        f"rank {rank} needs {max(extra)} bytes beyond its larger layout with buckets of {bucket} bytes, the smallest "
+        f"that are tried, but --max-extra allows {max_extra_bytes}: set --max-extra "
+        f"{least[0]} (bucket_bytes {least[1]}) or more, or leave it out to keep the source"
     )

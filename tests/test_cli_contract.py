@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +177,40 @@ BAD = {
         [*OLD_MOVE, "tp2-tp2x2"],
         "move tp2-tp2x2: rank 6 belongs to only the new ones: bounded memory is for moves within the same ranks",
     ),
+    "too little memory for any bucket": (
+        [*OLD_MOVE[:-3], "--max-extra", "1KiB", "--move", "tp4-tp2x2"],
+        "--max-extra: move tp4-tp2x2 by direct (classes, send-recv): rank 5 needs 229376 bytes beyond its larger "
+        "layout with buckets of 65536 bytes, the smallest that are tried, but --max-extra allows 1024: set --max-extra "
+        "229376 (bucket_bytes 65536) or more",
+    ),
+    "too little memory for the bucket asked for": (
+        [*OLD_MOVE[:-3], "--max-extra", "1MiB", "--bucket-bytes", "64MiB", "--move", "tp4-tp2x2"],
+        "with the buckets of 67108864 bytes that --bucket-bytes gives, but --max-extra allows 1048576: set --max-extra "
+        "4723712 or more, or --bucket-bytes 524288",
+    ),
+    "too little memory for the suite's bucket": (
+        ["run", "--suite", "transitions", "--move", "tp4-tp2x2", "--max-extra", "1MiB", "--executor", "both"],
+        "with the buckets of 1048576 bytes that the suite gives, but --max-extra allows 1048576: set --max-extra "
+        "1277952 or more, or --bucket-bytes 524288",
+    ),
+    "plan without a name": ([*PLAN, "--out", ""], "argument --out: '' names no file or folder: give a name"),
+    "plan to standard output": ([*PLAN, "--out", "-"], "'-' names no file or folder: give a name; --json - prints"),
+    "JSON without a name": ([*PLAN, "--json", ""], "argument --json: '' names no file"),
+    "a mismatch of no profile": (
+        ["run", "--scenario", "smoke", "--allow-mismatch"],
+        "--allow-mismatch is about a profile: give --profile PROFILE with it, or leave it out",
+    ),
+    "results where a file is": (["run", "--scenario", "smoke", "--results", "bad.json/a"], "bad.json is no folder"),
+    "results where nothing can be made": (
+        ["run", "--scenario", "smoke", "--results", "/proc/x"],
+        "--results /proc/x: /proc is no folder that can be written (",
+    ),
+    "plan that never ends": (["run", "--plan", "/dev/zero"], "plan /dev/zero is no regular file"),
+    "profile that never ends": ([*CHOOSE, "/dev/zero"], "profile /dev/zero is no regular file"),
+    "scenario that never ends": (
+        ["plan", "--scenario", "/dev/zero", "--topology", "2x2"],
+        "scenario /dev/zero is no regular file",
+    ),
     "bad fault": (["run", "--profile", "p", "--scenario", "smoke", "--fault", "melt:1"], "flip:RANK"),
 }  # fmt: skip
 
@@ -218,6 +253,35 @@ def _write_scenarios(folder: Path) -> None:
     (folder / "gap.toml").write_text(gap)
     (folder / "twice.toml").write_text(f'{gap}[[moves]]\nname = "tp1"\n')
     (folder / "hubs.toml").write_text(f'{gap}[[moves]]\nname = "tp2"\nhubs = 3\n')
+
+
+@pytest.mark.parametrize("json_too", [(), ("--json", "-")])
+def test_a_full_disk_behind_standard_output_is_one_line_and_no_success(json_too: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "relaymeter", *PLAN, *json_too],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(": No space left on device")
+
+
+@pytest.mark.parametrize("module", ["pydantic", "numpy", "relaymeter.harness.commands_offline"])
+@pytest.mark.parametrize("start", ["-m", "-c"])
+def test_an_interrupt_while_modules_are_imported_is_one_line(module: str, start: str, tmp_path: Path) -> None:
+    """Both ways in: ``python -m relaymeter``, and what the installed script does."""
+    hook = (
+        "import sys\nclass Stop:\n    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n            raise KeyboardInterrupt\nsys.meta_path.insert(0, Stop())\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    what = "relaymeter" if start == "-m" else "import sys; from relaymeter.harness.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, start, what, *PLAN],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "relaymeter: interrupted\n")
 
 
 def test_json_on_standard_output_is_alone_there(cli: Any) -> None:

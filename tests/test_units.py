@@ -6,7 +6,7 @@ import pytest
 
 from relaymeter.errors import InputError
 from relaymeter.relayout.topology import parse_grid
-from relaymeter.units import format_bytes, format_rate, parse_bytes, parse_rate
+from relaymeter.units import counted, format_bytes, format_rate, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(("text", "count"), [("1", 1), ("64KiB", 65536), ("4 MiB", 4 << 20), ("1GB", 10**9)])
@@ -29,3 +29,7 @@ def test_what_is_no_size_is_refused_with_its_text(text: str) -> None:
 def test_what_is_no_topology_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="topology"):
         parse_grid(text)
+
+
+def test_one_thing_is_not_several() -> None:
+    assert [counted(n, "repeat") for n in (0, 1, 5)] == ["0 repeats", "1 repeat", "5 repeats"]

@@ -2,7 +2,11 @@
 
 import sys
 
-from relaymeter.harness.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from relaymeter.harness.cli import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("relaymeter: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,12 +26,16 @@ __all__ = [
     "dump_lines",
     "load_json",
     "median_interval",
+    "read_input",
     "read_records",
     "write_text",
 ]
 
 #: Version of the rows below. A reader takes older ones too, see ``MoveRecord.from_dict``, and refuses newer ones.
 SCHEMA_VERSION = 2
+
+#: The largest file that is read, in bytes.
+_LARGEST_INPUT = 1 << 30
 
 #: What rows of version 1, which knew one planner and one source, do not say.
 _SINCE_VERSION_2 = ("source_bytes", "fallback_tensors", "bytes_in_rank", "max_extra_bytes")
@@ -195,14 +200,38 @@ def dump_lines(rows: Iterable[MoveRecord]) -> str:
     return "".join(dump_json(row.to_dict(), indent=None) for row in rows)
 
 
-def load_json(path: Path, what: str) -> Any:
-    """The JSON value in ``path``. ``what`` names it in errors. Raises InputError (missing, unreadable, malformed)."""
+def read_input(path: Path, what: str) -> str:
+    """The text of the file ``path``. ``what`` names it in errors. Raises InputError: missing, unreadable, no regular
+    file (a device or a pipe may never end), over 1 GiB, not UTF-8."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {what} {path}: {error.strerror}") from error
+        found = path.stat()
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            raise InputError(f"{what} {path} is no regular file: write it to a file first, and name that")
+        if found.st_size > _LARGEST_INPUT and stat.S_ISREG(found.st_mode):
+            raise InputError(f"{what} {path} has {found.st_size} bytes: at most {_LARGEST_INPUT} are read")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{what} {path} is not a text file in UTF-8") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {what} {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The members of a JSON object. Raises ValueError where a key stands twice: readers would differ on its value."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:60]!r} stands twice in one object")
+    return found
+
+
+def load_json(path: Path, what: str) -> Any:
+    """The JSON value in ``path``. ``what`` names it in errors. Raises InputError (missing, unreadable, malformed, a key
+    that stands twice)."""
+    text = read_input(path, what)
+    try:
+        return json.loads(text, object_pairs_hook=_members)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{what} {path} is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
@@ -213,15 +242,11 @@ def load_json(path: Path, what: str) -> Any:
 
 def read_records(path: Path) -> list[MoveRecord]:
     """The rows of a JSON Lines file. Raises InputError naming the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"cannot read records {path}: {error.strerror}") from error
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
         try:
-            rows.append(MoveRecord.from_dict(json.loads(line)))
-        except (json.JSONDecodeError, InputError, AttributeError) as error:
+            rows.append(MoveRecord.from_dict(json.loads(line, object_pairs_hook=_members)))
+        except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
             raise InputError(f"records {path}, line {number}: {error}") from error
     return rows
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from relaymeter.errors import InputError
 
-__all__ = ["format_bytes", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
+__all__ = ["counted", "format_bytes", "format_rate", "format_seconds", "parse_bytes", "parse_rate"]
 
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _BYTES = {
@@ -49,6 +49,11 @@ def format_bytes(count: float) -> str:
         if abs(count) >= limit:
             return f"{count / limit:.3g} {name}" if count / limit < 100 else f"{count / limit:.0f} {name}"
     return f"{count:.0f} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things for people: ``"1 repeat"``, ``"5 repeats"``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def format_rate(bytes_per_s: float) -> str:

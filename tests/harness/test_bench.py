@@ -78,7 +78,7 @@ def test_a_missed_bar_gives_exit_code_3_and_its_name(
 
 def test_met_bars_give_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_with(monkeypatch, lambda say, tiny: ([figure(0.5, 1.0)], [])) == 0
-    assert "1 bars, 0 missed" in capsys.readouterr().out
+    assert "1 figure, 1 bar, 0 missed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(6, 6), (124, 3), (1, 3)])
@@ -126,6 +126,28 @@ def test_planning_runs_on_a_small_model_beside_its_peer(tmp_path: Path) -> None:
     for move in ("ZeRO-3 x4 -> x2", "TP4 -> TP2", "ZeRO-3 x4 -> TP2 x 2", "ZeRO-3 x8 -> TP8"):
         assert any(name.startswith(f"{move}, ") for name in names)
     assert all(row["value"] > 0 and not row["missed"] for row in document["figures"])
+
+
+def test_json_on_standard_output_is_alone_there() -> None:
+    pytest.importorskip("deepspeed")
+    ended = start("--only", "planning", "--tiny", "--json", "-")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["parts"] == ["planning"]
+    assert "plan_transfer" in ended.stderr
+
+
+def test_a_report_that_cannot_be_written_leaves_the_verdict_on_wrong_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def part(say: Any, tiny: bool) -> Any:
+        (tmp_path / "found.json").mkdir()
+        raise PartFailed("wrong bits", 6)
+
+    monkeypatch.setitem(bench.PARTS, "planning", ("", part))
+    assert bench.main(["--only", "planning", "--json", str(tmp_path / "found.json")]) == 6
+    printed = capsys.readouterr()
+    assert "missed: planning: wrong bits" in printed.out
+    assert "found.json is a folder" in printed.err
 
 
 @pytest.mark.parametrize("rank", [0, 9, 16, 31])

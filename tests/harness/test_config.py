@@ -91,6 +91,13 @@ def test_a_configuration_cannot_be_changed_and_takes_keywords_only() -> None:
             ('name = "tp1"', 'name = "tp1"\ntensor_paralel = 2'),
             r"\[\[moves\]\] number 1, unknown key 'tensor_paralel': did you mean 'ten",
         ),
+        (("[model]", 'name = "../../x"\n[model]'), r"mine\.toml: name = '\.\./\.\./x': give 1 to 100 letters, digits"),
+        (("[model]", 'name = "a\\u001b[31m"\n[model]'), r"name = 'a\\x1b\[31m': give 1 to 100 letters, digits"),
+        (('name = "tp1"', 'name = ".."'), r"\[\[moves\]\] number 1, key 'name' = '\.\.': give 1 to 100 letters"),
+        (
+            ("tensor_parallel = 1", 'from = "old"\nfrom_tensor_parallel = 3'),
+            r"num_attention_heads 2 % from_tensor_parallel 3 = 2, not 0",
+        ),
         (("[source]", "[sauce]"), r"unknown key 'sauce': did you mean 'source'\?"),
         (("vocab_size = 10", "vocab_size = 10\nhiden_size = 1"), r"'model.hiden_size': did you mean 'hidden_size'\?"),
         (("head_dim = 4\n", ""), r"key 'model.head_dim' is missing"),
@@ -132,7 +139,7 @@ def test_bad_scenarios_are_refused_with_file_and_key(tmp_path: Path, change: tup
 def test_unknown_scenarios_list_the_valid_ones_with_the_near_match() -> None:
     with pytest.raises(InputError, match=r"unknown scenario 'smok': did you mean 'smoke'\? valid: demo, qwen3-0.6b"):
         load_scenario("smok")
-    with pytest.raises(InputError, match=r"cannot read no/such\.toml"):
+    with pytest.raises(InputError, match=r"cannot read scenario no/such\.toml"):
         load_scenario("no/such.toml")
 
 

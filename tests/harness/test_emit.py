@@ -100,6 +100,24 @@ def test_the_widest_rows_fit_120_columns_without_cutting_a_number(make: Any) -> 
         assert piece in line
 
 
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("make", [emit_run.suite_table, lambda found: emit_run.run_tables(found)[0]])
+def test_a_narrow_terminal_gets_every_cell_whole(make: Any, width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    rows_ = [*both_planners(executor="all-to-all", bytes_cross_node=14_155_776), replace(ROW, executor="send-recv")]
+    table = make(rows_)
+    out = emit.Output(None, force=False)
+    out.console.width = width
+    out.table(table)
+    lines = capsys.readouterr().out.splitlines()
+    cells = list(zip(*(column.cells for column in table.columns), strict=True))
+    found = [line for line in lines if "6/6" in line]
+    assert len(found) == len(cells) == 7
+    for line, row in zip(found, cells, strict=True):
+        assert all(str(cell) in line for cell in row), (line, row)
+    assert all(word in "\n".join(lines) for column in table.columns for word in str(column.header).split())
+    assert out.console.width == width
+
+
 def test_planner_lines_say_whether_the_bytes_are_equal_and_what_fell_back() -> None:
     found = both_planners()
     assert emit_run.planner_lines(rows()) == []

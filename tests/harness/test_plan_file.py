@@ -13,7 +13,7 @@ import pytest
 from relaymeter.errors import InputError
 from relaymeter.harness.config import Scenario
 from relaymeter.harness.moves import PlannedMove, plan_scenario, select_moves
-from relaymeter.harness.plan_file import PlanFile, RoutedMove, load_plan, save_plan
+from relaymeter.harness.plan_file import PlanFile, RoutedMove, _hash, load_plan, save_plan
 from relaymeter.harness.scenario import load_scenario, source_layout
 from relaymeter.relayout.routes import SPREAD
 from relaymeter.relayout.topology import Topology
@@ -113,6 +113,47 @@ def test_what_is_no_intact_plan_is_refused(path: Path, edit: Any, expected: str)
     path.write_text(json.dumps(edit(json.loads(path.read_text()))))
     with pytest.raises(InputError, match=expected):
         load_plan(path)
+
+
+def _change(number: int, **changes: Any) -> Any:
+    return lambda e: {**e, "moves": [{**m, **changes} if k == number else m for k, m in enumerate(e["moves"])]}
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (_change(0, schedules=8), r"plan\.json, moves\[0\]: schedules 8 is no object with hashes by route"),
+        (_change(1, chosen=False), r"moves\[1\]: chosen False is no object with lists of route codes"),
+        (_change(1, chosen={"send-recv": [0, 3]}), r"moves\[1\]: chosen .* is no object with lists of route codes"),
+        (_change(0, bucket_bytes=True), r"moves\[0\]: bucket_bytes True is no size in bytes"),
+        (_change(0, planner=["affine"]), r"moves\[0\]: planner \['affine'\] is no planner"),
+        (_change(0, move="else"), r"moves\[0\]: 'else' by classes is no move of its scenario"),
+        (_change(0, plan=[]), r"moves\[0\]: plan \[\] is no plan"),
+        (lambda e: {**e, "moves": 3}, r"moves: 3 is no list of moves"),
+        (lambda e: {**e, "moves": [e["moves"][0]] * 2}, r"moves\[1\]: 'sync-tp2x2' by classes is there twice"),
+        (lambda e: {**e, "topology": None}, r"is incomplete \(TypeError"),
+    ],
+)
+def test_a_malformed_plan_is_refused_with_the_entry_although_its_hash_is_right(
+    path: Path, edit: Any, expected: str
+) -> None:
+    content = edit({key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"})
+    path.write_text(json.dumps({**content, "sha256": _hash(content)}))
+    with pytest.raises(InputError, match=expected):
+        load_plan(path)
+
+
+def test_a_plan_with_a_key_that_stands_twice_is_refused(path: Path) -> None:
+    path.write_text(path.read_text().replace("{", '{"planner": "affine",', 1))
+    with pytest.raises(InputError, match="the key 'planner' stands twice in one object"):
+        load_plan(path)
+
+
+def test_chosen_routes_of_another_number_of_groups_are_refused(path: Path) -> None:
+    found = load_plan(path)
+    short = replace(found.moves[0], chosen={"send-recv": found.moves[0].chosen["send-recv"][1:]})
+    with pytest.raises(InputError, match=r"move sync-tp2x2 \(classes\): \d+ routes chosen for send-recv, the plan has"):
+        replace(found, moves=(short,)).planned(BOX)
 
 
 def test_a_plan_is_not_written_over_another_file(path: Path) -> None:

@@ -125,6 +125,25 @@ def test_json_beyond_the_limits_of_the_parser_is_refused(tmp_path: Path, text: s
         load_json(path, "profile")
 
 
+def test_what_may_never_end_or_is_too_large_is_not_read(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    for path, expected in ((pipe, "no regular file"), (Path("/dev/zero"), "no regular file"), (large, "at most 10737")):
+        for read in (lambda one: load_json(one, "plan"), read_records):
+            with pytest.raises(InputError, match=expected):
+                read(path)
+
+
+def test_a_key_that_stands_twice_is_refused_in_every_file(tmp_path: Path) -> None:
+    path = tmp_path / "twice.json"
+    path.write_text('{"a": [{"b": 1, "b": 2}]}')
+    for read in (lambda one: load_json(one, "plan"), read_records):
+        with pytest.raises(InputError, match="the key 'b' stands twice in one object"):
+            read(path)
+
+
 def test_malformed_json_names_file_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text('{"a": 1,\n  b}')

@@ -94,6 +94,14 @@ def test_one_flipped_bit_is_caught_with_tensor_and_range(desk: Path) -> None:
     assert len(bad) == 1 and bad[0].mismatch is not None
 
 
+def test_a_flip_on_a_rank_that_receives_nothing_is_no_success(tmp_path: Path) -> None:
+    arguments = ("--move", "tp1", "--repeats", "1", "--fault", "flip:0")
+    done = call(tmp_path, "run", "--scenario", "smoke", *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "rank 0 received nothing late in move tp1, so no bit was flipped: name a rank that receives" in done.stderr
+    assert "every bit arrived" not in done.stdout
+
+
 def test_wrong_bits_are_told_also_when_nobody_reads_the_table(desk: Path) -> None:
     read, write = os.pipe()
     os.close(read)

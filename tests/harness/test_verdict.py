@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from test_records import ROW
 
 from relaymeter.errors import EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED, EXIT_OK, EXIT_RANK_LOST, EXIT_WRONG_BITS
+from relaymeter.harness import commands_run
+from relaymeter.harness.emit import Output
+from relaymeter.harness.scenario import load_scenario
 from relaymeter.harness.verdict import judge, notes, row_verdict
 
 INTERRUPTED = 130
@@ -56,3 +62,36 @@ def test_notes_speak_of_rows_clearly_below_their_bound_only() -> None:
     said = notes([*rows, replace(ROW, move="no bound", bound_s=0.0, measured_s=0.5)])
     assert [line.split(" by ")[0] for line in said] == ["far", "below"]
     assert "(0.960 of it)" in said[1]
+
+
+@pytest.fixture
+def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """``report(verdict, ended)``: code, lines and errors of a run whose every file is in the way by its end."""
+
+    def call(digests: int, ended: int) -> tuple[int, list[str], list[str]]:
+        row = replace(ROW, digest_passed=digests, verdict="ok" if digests == ROW.digest_total else "wrong bits")
+        out = Output(str(tmp_path / "rows.jsonl"), force=True)
+        (tmp_path / ROW.machine_id).write_text("a file")
+        for name in ("rows.jsonl", "run.png"):
+            (tmp_path / name).mkdir()
+        args = argparse.Namespace(json=str(tmp_path / "rows.jsonl"), plot=tmp_path / "run.png", results=tmp_path,
+                                  force=True, suite=None)  # fmt: skip
+        code = commands_run._report(args, [row], ended, None, (), load_scenario("smoke"), out)
+        printed = capsys.readouterr()
+        return code, printed.out.splitlines(), printed.err.splitlines()
+
+    return call
+
+
+@pytest.mark.parametrize(("digests", "ended", "code"), [(0, 0, 6), (6, 7, 7), (6, 0, 2)])
+def test_the_verdict_is_told_first_and_outranks_files_that_cannot_be_written(
+    report: Any, digests: int, ended: int, code: int
+) -> None:
+    found, said, errors = report(digests, ended)
+    assert found == code
+    if code == 6:
+        assert said[0].startswith("WRONG BITS in tp1 by ")
+    assert any("6/6" in line or "0/6" in line for line in said), "the table"
+    assert [line.partition(" was not written: ")[0] for line in errors] == [
+        "relaymeter: --json", "relaymeter: --plot", "relaymeter: --results",
+    ]  # fmt: skip

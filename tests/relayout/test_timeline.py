@@ -100,7 +100,7 @@ def test_the_largest_bucket_that_fits_is_chosen() -> None:
     with pytest.raises(InputError) as refused:
         choose(least - 1)
     assert str(refused.value) == (
-        f"rank {extra[512].index(worst)} needs {worst} bytes beyond its larger layout even with buckets of 512 bytes, "
-        f"but --max-extra allows {least - 1}: set --max-extra {least} (bucket_bytes {bucket}) or more, or leave it out "
-        "to keep the source"
+        f"rank {extra[512].index(worst)} needs {worst} bytes beyond its larger layout with buckets of 512 bytes, the "
+        f"smallest that are tried, but --max-extra allows {least - 1}: set --max-extra {least} "
+        f"(bucket_bytes {bucket}) or more, or leave it out to keep the source"
     )

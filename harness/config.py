@@ -302,6 +302,12 @@ class Scenario(Config):
                         f"move {move.name}: num_attention_heads {self.model.num_attention_heads} % {key} "
                         f"{degree} = {left}, not 0"
                     )
+                groups = self.model.num_key_value_heads
+                if groups % degree and degree % groups:
+                    raise ValueError(
+                        f"move {move.name}: num_key_value_heads {groups} and {key} {degree}: neither is a multiple of "
+                        "the other, so a rank's query heads would lack their key and value heads"
+                    )
         return self
 
 

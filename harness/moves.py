@@ -195,6 +195,10 @@ def plan_scenario(
     ``source`` replaces the scenario's own (a live engine's). The planners of a move share its bucket.
     """
     planned: list[PlannedMove] = []
+    if "affine" in planners:  # importing is no planning
+        from relaymeter.relayout.affine import load_planner
+
+        load_planner()
     for move in scenario.moves:
         begin = time.perf_counter()
         before = source_layouts(scenario, move, topology, source)

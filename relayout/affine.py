@@ -32,7 +32,7 @@ from relaymeter.relayout.pieces import Pieces, flatten, merge, split_at_neighbou
 from relaymeter.relayout.planner import MovePlan, Rows, plan_move, plan_rows
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["LIMITS", "affine_rows", "from_affine_map", "plan_move_affine", "to_affine_map"]
+__all__ = ["LIMITS", "affine_rows", "from_affine_map", "load_planner", "plan_move_affine", "to_affine_map"]
 
 IntArray = NDArray[np.int64]
 
@@ -50,6 +50,12 @@ LIMITS: Mapping[str, str] = {
     "several boxes": "a rank stores several boxes of it that form no row-major tensor; plan_transfer takes one shard a "
     "rank",
 }
+
+
+def load_planner() -> None:
+    """Import DeepSpeed's planner, which the first plan does otherwise. Raises InputError where it is missing."""
+    for name in ("affine", "affine_transfer"):
+        import_affine(name, alone=True)
 
 
 def plan_move_affine(

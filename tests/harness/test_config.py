@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,15 @@ def test_a_layout_file_is_read_and_one_that_does_not_cover_a_weight_is_refused(t
     assert good.placements["model.norm.weight"].storage == {0: 8}
     with pytest.raises(LayoutError, match=r"model\.norm\.weight \[8\]: 3 of 8 elements .* held by no rank .*\[0\]"):
         source_layout(load_scenario(_layout_file(tmp_path, drop=True)), topology)
+
+
+def test_a_degree_that_tears_query_heads_from_their_key_heads_is_refused(tmp_path: Path) -> None:
+    """Twelve query heads over four key and value heads: three ranks would hold 4 query heads of 3 groups each."""
+    text = (Path(__file__).resolve().parents[2] / "harness" / "scenarios" / "smoke.toml").read_text()
+    for name, value in (("num_attention_heads", 12), ("num_key_value_heads", 4), ("head_dim", 8)):
+        text = re.sub(rf"{name} = \d+", f"{name} = {value}", text)
+    text = re.sub(r"tensor_parallel = \d+", "tensor_parallel = 3", text)
+    path = tmp_path / "torn.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match="num_key_value_heads 4 and tensor_parallel 3: neither is a multiple of the"):
+        load_scenario(str(path))

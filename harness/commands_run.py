@@ -257,10 +257,10 @@ def _report(
     for text in mismatch:
         out.say(f"profile of another machine: {text}")
     if rows:
-        out.say(emit_run.run_headline(rows))
+        out.say(emit_run.run_headline(rows, suite=args.suite is not None))
     for table in [emit_run.suite_table(rows)] if args.suite is not None and rows else emit_run.run_tables(rows):
         out.table(table)
-    for text in emit_run.planner_lines(rows):
+    for text in [*(emit_run.fastest_lines(rows) if args.suite is not None else ()), *emit_run.planner_lines(rows)]:
         out.say(text)
     for text in notes(rows):
         out.say(f"note: {text}")

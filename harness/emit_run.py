@@ -13,18 +13,22 @@ from relaymeter.harness.emit import NONE, simple_table, size_text, time_text, ti
 from relaymeter.records import MoveRecord
 from relaymeter.units import counted, format_bytes
 
-__all__ = ["planner_lines", "run_headline", "run_tables", "suite_table"]
+__all__ = ["fastest_lines", "planner_lines", "run_headline", "run_tables", "suite_table"]
 
 
-def run_headline(rows: Sequence[MoveRecord]) -> str:
-    """What all rows of a run have in common."""
+def run_headline(rows: Sequence[MoveRecord], *, suite: bool = False) -> str:
+    """What all rows of a run have in common. ``suite``: they stand in one table, which has no room for intervals."""
     first = rows[0]
+    shown = (
+        "median, slowest rank; intervals are in the rows"
+        if suite or _kinds(rows)
+        else "slowest rank, median [interval]"
+    )
     kept = "" if first.max_extra_bytes is None else f", source given up for {size_text(first.max_extra_bytes)} of extra"
     return (
         f"{first.scenario}: {counted(first.ranks, 'rank')} on {counted(first.nodes, 'node')} "
         f"({'shaped' if first.shaped else 'unshaped'}), {' and '.join(dict.fromkeys(row.executor for row in rows))}, "
-        f"{counted(len(first.samples_s), 'repeat')}{kept}; measured: pack + communicate + unpack, "
-        "slowest rank, median [interval]"
+        f"{counted(len(first.samples_s), 'repeat')}{kept}; measured: pack + communicate + unpack, {shown}"
     )
 
 
@@ -81,6 +85,23 @@ def suite_table(rows: Sequence[MoveRecord]) -> Table:
             end_section=number + 1 == len(rows) or rows[number + 1].move != row.move,
         )  # fmt: skip
     return table
+
+
+def fastest_lines(rows: Sequence[MoveRecord]) -> list[str]:
+    """The fastest row of each move of a suite that has bytes between nodes, beside direct with the same planner and
+    executor; without such bytes all routes of a move are the same exchanges."""
+    lines = []
+    for name in dict.fromkeys(row.move for row in rows if row.bytes_cross_node):
+        found = [(row.measured_s, row) for row in rows if row.move == name and row.measured_s is not None]
+        if not found:
+            continue
+        best_s, best = min(found, key=lambda pair: pair[0])
+        alike = ("direct", best.planner, best.executor)
+        direct = [taken for taken, row in found if (row.route, row.planner, row.executor) == alike]
+        beside = "" if best.route == "direct" or not direct else f", {best_s / direct[0]:.2f} of direct"
+        where = f"{best.route}, {best.planner}, {best.executor}"
+        lines.append(f"fastest of {name}: {time_text(best_s)} ({where}){beside}")
+    return lines
 
 
 def planner_lines(rows: Sequence[MoveRecord]) -> list[str]:

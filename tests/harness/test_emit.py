@@ -81,6 +81,22 @@ def test_a_suite_is_one_table_of_all_moves_with_the_bytes_of_each_source() -> No
     assert all(piece in lines[0] for piece in ("tp1", "classes", "direct", " - ", "20 B"))
 
 
+def test_a_suite_names_the_fastest_row_of_each_move_that_crosses_nodes() -> None:
+    direct, relay, *_ = rows()
+    slow = replace(direct, route="direct", measured_s=0.5, bytes_cross_node=20)
+    fast = replace(relay, route="relay", measured_s=0.25, bytes_cross_node=10)
+    inside = replace(slow, move="inside", bytes_cross_node=0)
+    assert emit_run.fastest_lines([slow, fast, inside]) == [
+        f"fastest of {fast.move}: 250 ms (relay, {fast.planner}, {fast.executor}), 0.50 of direct"
+    ]
+    assert emit_run.fastest_lines([slow]) == [
+        f"fastest of {slow.move}: 500 ms (direct, {slow.planner}, {slow.executor})"
+    ]
+    assert "[interval]" in emit_run.run_headline([slow]) and "[interval]" not in emit_run.run_headline(
+        [slow], suite=True
+    )
+
+
 @pytest.mark.parametrize("make", [emit_run.suite_table, lambda found: emit_run.run_tables(found)[0]])
 def test_the_widest_rows_fit_120_columns_without_cutting_a_number(make: Any) -> None:
     wide = replace(

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from relaymeter.relayout.geometry import split_boxes
+from relaymeter.relayout.geometry import split_boxes, sum_by
 from relaymeter.relayout.holders import mix
 from relaymeter.relayout.topology import Topology
 
@@ -114,7 +114,7 @@ class ClassPlan:
         segments = count[rows] // self.fanout[rows]
         start = np.concatenate([[0], np.cumsum(count[rows])[:-1]]).astype(np.int64)
         numel = np.prod(size[keep], axis=1, dtype=np.int64)
-        total = _sum_by(self.group_of_segment[keep], numel, len(self.group))[rows]
+        total = sum_by(self.group_of_segment[keep], numel, len(self.group))[rows]
         return ClassPlan(
             tensors=self.tensors,
             itemsize=self.itemsize,
@@ -136,13 +136,6 @@ class ClassPlan:
             elements=total // self.fanout[rows],
             load=None if self.load is None else self.load / parts,
         )
-
-
-def _sum_by(index: IntArray, values: IntArray, length: int) -> IntArray:
-    """Sums of whole numbers by index, exact beyond 2^53."""
-    total = np.zeros(length, dtype=np.int64)
-    np.add.at(total, index, values)
-    return total
 
 
 def _occurrence(rows: IntArray) -> IntArray:
@@ -193,7 +186,7 @@ def group_rows(
     final = np.lexsort((word, flat, rows.dst_rank, group))
     first = by_group[edge]
     members = fanout[first]
-    total = _sum_by(group, numel, len(first))
+    total = sum_by(group, numel, len(first))
     sizes = np.bincount(group, minlength=len(first))
     return ClassPlan(
         tensors=np.asarray(tensors, dtype=np.int64),

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "boxes_overlap_volume",
+    "flat_boxes",
     "flat_range_boxes",
     "intersect",
     "merge_dims",
@@ -22,6 +23,7 @@ __all__ = [
     "split_axis",
     "split_boxes",
     "subtract_boxes",
+    "sum_by",
     "union_volumes",
 ]
 
@@ -42,39 +44,56 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def flat_boxes(shape: Sequence[int], start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Ranges ``start`` .. ``stop - 1`` (m) of a flattened tensor as n boxes: (range (n), lo, shape (n, nd)).
+
+    At most ``2 * nd - 1`` boxes a range, in ascending flat order. The ranges lie inside the tensor.
+    """
+    dims = len(shape)
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(dims)]
+    columns: list[tuple[IntArray, IntArray, int]] = []  # begin and end of a box in flat order, and the axis it spans
+    here = start
+    for axis in range(dims - 1, 0, -1):
+        above, step = max(steps[axis - 1], 1), max(steps[axis], 1)
+        end = np.maximum(np.minimum(-(-here // above) * above, stop // step * step), here)
+        columns.append((here, end, axis))
+        here = end
+    for axis in range(dims):
+        step = max(steps[axis], 1)
+        end = np.maximum(stop // step * step, here)
+        columns.append((here, end, axis))
+        here = end
+    if not dims:
+        columns.append((start, stop, 0))
+    begin = np.stack([column[0] for column in columns], axis=1)
+    size = np.stack([column[1] for column in columns], axis=1) - begin
+    row, which = np.nonzero(size)
+    axis_of = np.asarray([column[2] for column in columns], dtype=np.int64)[which]
+    first, count = begin[row, which], size[row, which]
+    lo, box = np.empty((len(row), dims), dtype=np.int64), np.empty((len(row), dims), dtype=np.int64)
+    for axis in range(dims):
+        step, extent = max(steps[axis], 1), max(shape[axis], 1)
+        lo[:, axis] = first // step % extent
+        box[:, axis] = np.where(axis < axis_of, 1, np.where(axis == axis_of, count // step, extent))
+    return row.astype(np.int64), lo, box
+
+
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[IntArray, IntArray]:
     """Elements ``start``..``stop - 1`` of the flattened tensor as at most ``2 * nd - 1`` boxes in ascending flat order.
 
     Returns (lo, shape), each (n, nd); an empty range gives n = 0. Raises ValueError outside the tensor.
     """
-    dims = len(shape)
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"flat range {start}..{stop} outside a tensor of shape {tuple(shape)}")
-    boxes: list[tuple[list[int], list[int]]] = []
-
-    def cut(axis: int, prefix: list[int], first: int, last: int) -> None:
-        if first >= last:
-            return
-        if axis == dims:
-            boxes.append((list(prefix), [1] * dims))
-            return
-        row = math.prod(shape[axis + 1 :])
-        top, bottom = first // row, last // row
-        if first % row:
-            cut(axis + 1, [*prefix, top], first % row, min(last - top * row, row))
-            top += 1
-        if top < bottom:
-            rest = dims - axis - 1
-            boxes.append(
-                ([*prefix, top, *[0] * rest], [*[1] * axis, bottom - top, *[int(s) for s in shape[axis + 1 :]]])
-            )
-        if last % row and bottom >= top:
-            cut(axis + 1, [*prefix, bottom], 0, last % row)
-
-    cut(0, [], start, stop)
-    lo = np.array([box[0] for box in boxes], dtype=np.int64).reshape(len(boxes), dims)
-    size = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), dims)
+    _, lo, size = flat_boxes(shape, np.asarray([start], dtype=np.int64), np.asarray([stop], dtype=np.int64))
     return lo, size
+
+
+def sum_by(index: IntArray, values: IntArray, length: int) -> IntArray:
+    """Sums of whole numbers (n) by index, exact beyond 2^53; (length)."""
+    total = np.zeros(length, dtype=np.int64)
+    np.add.at(total, index, values)
+    return total
 
 
 def _candidates(lo_a: IntArray, hi_a: IntArray, lo_b: IntArray, hi_b: IntArray) -> tuple[IntArray, IntArray, IntArray]:

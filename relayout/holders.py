@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaymeter.errors import LayoutError
-from relaymeter.relayout.geometry import boxes_overlap_volume, intersect, split_boxes, subtract_boxes
+from relaymeter.relayout.geometry import boxes_overlap_volume, intersect, split_boxes, subtract_boxes, sum_by
 from relaymeter.relayout.pieces import Pieces
 
 __all__ = ["BAND_MIN_BYTES", "Chosen", "boxes_equal_or_apart", "choose_holders", "missing", "mix"]
@@ -59,7 +59,7 @@ def choose_holders(
     """
     ia, ib, lo, size = intersect(src.lo, src.shape, dst.lo, dst.shape)
     region, first = _number_rows(np.column_stack([ib, lo, size]))
-    distinct = _sum_by(ib[first], np.prod(size[first], axis=1, dtype=np.int64), len(dst))
+    distinct = sum_by(ib[first], np.prod(size[first], axis=1, dtype=np.int64), len(dst))
     uneven = np.zeros(len(dst), dtype=bool)
     if not evenly_cut:
         if not boxes_equal_or_apart(src.lo, src.shape):
@@ -100,12 +100,6 @@ def _number_rows(rows: IntArray) -> tuple[IntArray, IntArray]:
         number[order] = np.cumsum(fresh) - 1
         first = order[fresh]
     return number, first
-
-
-def _sum_by(index: IntArray, values: IntArray, length: int) -> IntArray:
-    total = np.zeros(length, dtype=np.int64)
-    np.add.at(total, index, values)
-    return total
 
 
 def boxes_equal_or_apart(lo: IntArray, shape: IntArray) -> bool:

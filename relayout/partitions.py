@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
 from relaymeter.errors import LayoutError
 from relaymeter.relayout.cuts import Cut, count_out
-from relaymeter.relayout.geometry import intersect
+from relaymeter.relayout.geometry import flat_boxes, intersect
 from relaymeter.relayout.layout import IntArray, Layout, Placement, TensorSpec
 from relaymeter.relayout.meshes import (
     Cuts,
@@ -32,7 +31,7 @@ from relaymeter.relayout.meshes import (
     strides_of,
 )
 
-__all__ = ["PartitionSizes", "check_partition", "flat_boxes", "zero3_layout", "zero12_layout", "zero12_partitions"]
+__all__ = ["PartitionSizes", "check_partition", "zero3_layout", "zero12_layout", "zero12_partitions"]
 
 
 @dataclass(frozen=True)
@@ -49,40 +48,6 @@ class PartitionSizes:
     padded: int
     part: int
     real: tuple[int, ...]
-
-
-def flat_boxes(shape: Sequence[int], start: IntArray, stop: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Ranges ``start`` .. ``stop - 1`` (m) of a flattened tensor as n boxes: (range (n), lo, shape (n, nd)).
-
-    At most ``2 * nd - 1`` boxes a range, in ascending flat order. The ranges lie inside the tensor.
-    """
-    dims = len(shape)
-    steps = [prod(shape[axis + 1 :]) for axis in range(dims)]
-    columns: list[tuple[IntArray, IntArray, int]] = []  # begin and end of a box in flat order, and the axis it spans
-    here = start
-    for axis in range(dims - 1, 0, -1):
-        above, step = max(steps[axis - 1], 1), max(steps[axis], 1)
-        end = np.maximum(np.minimum(-(-here // above) * above, stop // step * step), here)
-        columns.append((here, end, axis))
-        here = end
-    for axis in range(dims):
-        step = max(steps[axis], 1)
-        end = np.maximum(stop // step * step, here)
-        columns.append((here, end, axis))
-        here = end
-    if not dims:
-        columns.append((start, stop, 0))
-    begin = np.stack([column[0] for column in columns], axis=1)
-    size = np.stack([column[1] for column in columns], axis=1) - begin
-    row, which = np.nonzero(size)
-    axis_of = np.asarray([column[2] for column in columns], dtype=np.int64)[which]
-    first, count = begin[row, which], size[row, which]
-    lo, box = np.empty((len(row), dims), dtype=np.int64), np.empty((len(row), dims), dtype=np.int64)
-    for axis in range(dims):
-        step, extent = max(steps[axis], 1), max(shape[axis], 1)
-        lo[:, axis] = first // step % extent
-        box[:, axis] = np.where(axis < axis_of, 1, np.where(axis == axis_of, count // step, extent))
-    return row.astype(np.int64), lo, box
 
 
 def _flat_placement(

@@ -12,9 +12,10 @@ import numpy as np
 
 from relaymeter.relayout.combine import join_layouts, rank_bytes, restrict_layout, stage_specs
 from relaymeter.relayout.cuts import Cut
+from relaymeter.relayout.geometry import flat_boxes
 from relaymeter.relayout.layout import Layout, Placement, TensorSpec
 from relaymeter.relayout.meshes import make_placement, mesh_layout, strides_of
-from relaymeter.relayout.partitions import flat_boxes, zero3_layout, zero12_layout
+from relaymeter.relayout.partitions import zero3_layout, zero12_layout
 
 __all__ = [
     "Cut",

@@ -379,8 +379,8 @@ def test_what_two_uneven_pieces_share_is_cut_on_every_border():
     topology = Topology.grid(2, 3)
     specs = {"w": TensorSpec("w", (6, 6), "int64")}
     boxes = {3: ((0, 0), (6, 4)), 4: ((0, 2), (4, 4)), 5: ((2, 0), (4, 6))}
-    copies = Layout("copies", 6, specs, {"w": shard_placement((6, 6), boxes)}, partial=True)
-    copies.placements["w"].__dict__["copies"] = np.arange(3)
+    place = replace(shard_placement((6, 6), boxes), copy=np.arange(3))
+    copies = Layout("copies", 6, specs, {"w": place}, partial=True)
     plan = plan_move(zero3_layout(specs, (0,), 6), copies, topology)
     assert scheduled(plan, RELAY).bytes_cross_node == 36 * 8
 

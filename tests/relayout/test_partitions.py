@@ -14,11 +14,11 @@ from strategies import cuts_over, tensor_specs
 
 from relaymeter.errors import LayoutError
 from relaymeter.relayout.cuts import Cut, Padded, Widths
+from relaymeter.relayout.geometry import flat_boxes
 from relaymeter.relayout.layout import TensorSpec
 from relaymeter.relayout.partitions import (
     PartitionSizes,
     check_partition,
-    flat_boxes,
     zero3_layout,
     zero12_layout,
     zero12_partitions,

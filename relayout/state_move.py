@@ -1,0 +1,360 @@
+"""Training state from one live engine into another: masters, moments, steps, groups, scheduler, scaler, counters.
+
+    move = TrainingStateMove(source_engine, destination_engine)     # every rank of the world; None where there is none
+    timing = move.run(prove=True)
+    move.verify().raise_for_mismatch()
+
+The engines are DeepSpeed's, of any ZeRO stage, tensor- or expert-parallel degree and ranks, over the same world; they
+train the same model by the same optimizer. Nothing whole is gathered on any rank, no file is written, the source is not
+changed. The destination is usable once ``verify`` found nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from relaymeter.errors import DigestMismatch, InputError, PlanDisagreement
+from relaymeter.relayout.announce import announce, refuse_together, tell_all
+from relaymeter.relayout.digest import DigestReport, LayoutDigest, Mismatch, compare, digest_layout
+from relaymeter.relayout.execute import Hooks, Mover, MoveTiming
+from relaymeter.relayout.guard import guarded
+from relaymeter.relayout.heartbeat import Heartbeat
+from relaymeter.relayout.layout import Layout
+from relaymeter.relayout.memory import PeakMemory
+from relaymeter.relayout.plain_state import field_differences
+from relaymeter.relayout.planner import MovePlan, plan_move
+from relaymeter.relayout.routes import ROUTES
+from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, Schedule, build_schedule
+from relaymeter.relayout.source_digest import expected_digest
+from relaymeter.relayout.topology import Topology
+from relaymeter.relayout.training_fields import read_fields, write_fields
+from relaymeter.relayout.training_match import expected_fields
+from relaymeter.relayout.training_state import (
+    TrainingState,
+    check_ready,
+    missing_bytes,
+    only_tensors,
+    prepare,
+    read_training_state,
+    refresh_from_masters,
+    refuse_other_model,
+    training_storages,
+)
+
+__all__ = ["StateMoveReport", "StateMoveTiming", "TrainingStateMove"]
+
+#: Fields that ``verify`` compares, in this order.
+_COMPARED = ("engine", "groups", "per_weight", "per_parameter", "scheduler", "scaler")
+
+
+@dataclass(frozen=True)
+class StateMoveTiming:
+    """One move on one rank, in seconds and bytes.
+
+    ``prepare_s``: reading the source's fields and allocating what the destination's optimizer lacked; ``move_s``: the
+    exchange; ``fields_s``: writing the fields; ``refresh_s``: making the low-precision weights; ``digest_s``: digest of
+    the source, if asked for, which ``total_s`` leaves out. ``peak_bytes``: most memory held beyond both engines as they
+    were before, None where unknown; ``allocated_bytes`` of it stay, as the destination's optimizer state.
+    """
+
+    prepare_s: float
+    move_s: float
+    fields_s: float
+    refresh_s: float
+    digest_s: float
+    total_s: float
+    peak_bytes: int | None
+    allocated_bytes: int
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
+class StateMoveReport:
+    """What ``verify`` found: digests of copies of tensors that passed, of all, and fields that differ."""
+
+    passed: int
+    total: int
+    mismatches: tuple[Mismatch, ...] = ()
+    fields: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every bit and every field arrived."""
+        return self.passed == self.total and not self.fields
+
+    @property
+    def mismatch(self) -> str | None:
+        """The first wrong bits: state, parameter, ranks and elements."""
+        return str(self.mismatches[0]) if self.mismatches else None
+
+    def raise_for_mismatch(self) -> None:
+        """Raise DigestMismatch naming states, parameters and fields, unless everything arrived."""
+        if self.ok:
+            return
+        found = [str(mismatch) for mismatch in self.mismatches] + [f"field {text}" for text in self.fields]
+        more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+        raise DigestMismatch(
+            f"the training state did not arrive whole ({self.total - self.passed} of {self.total} digests, "
+            f"{len(self.fields)} fields differ): {'; '.join(found[:8])}{more}"
+        )
+
+
+class TrainingStateMove:
+    """The way of a training state from one engine into another, planned once and run as often as wanted.
+
+    Every rank of the world makes one and calls each method, together with all others.
+    """
+
+    def __init__(
+        self,
+        source_engine: Any | None,
+        destination_engine: Any | None,
+        *,
+        topology: Topology | None = None,
+        planner: str = "classes",
+        route: str = "direct",
+        executor: str | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        time_limit_s: float = 120.0,
+        heartbeat: Heartbeat | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """Read both engines and plan; nothing is written.
+
+        ``topology``: by default one node. ``planner``: ``classes`` or ``affine``; ``route``: ``direct``, ``relay`` or
+        ``spread``; ``executor``: by default that of the backend. Raises on every rank, before anything moves:
+        InputError where an engine's state cannot be read (offloaded, inside an accumulation window), or the two do not
+        train the same model by the same optimizer; PlanDisagreement where the ranks of an engine differ.
+        """
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._source, self._destination = source_engine, destination_engine
+        self._limit_s, self._heartbeat, self._hooks = time_limit_s, heartbeat, hooks
+        self._topology = Topology.grid(1, self._world) if topology is None else topology
+        self._executor = executor or ("all-to-all" if dist.get_backend() == "nccl" else "send-recv")
+        if route not in ROUTES:
+            raise InputError(f"route {route!r} is not one of {', '.join(ROUTES)}")
+        if planner not in ("classes", "affine"):
+            raise InputError(f"planner {planner!r} is not one of classes, affine")
+        with self._together("reading the engines") as deadline:
+            same = source_engine is not None and source_engine is destination_engine
+            refuse_together(InputError("source and destination are one engine: give two") if same else None)
+            self._state = self._read(source_engine, "source", deadline)
+            self._target = self._read(destination_engine, "destination", deadline)
+        refuse_other_model(self._state, self._target)
+        self._wanted = expected_fields(self._state.fields, self._target.fields)
+        moved = self._state.fields["per_weight"]
+        self._layouts = self._state.joined(moved), self._target.joined(moved)
+        begin = time.perf_counter()
+        self.schedule = self._plan(planner, route, bucket_bytes)
+        self.plan_s = time.perf_counter() - begin
+        self.peak_predicted_bytes = missing_bytes(destination_engine, self._wanted) + int(
+            self.schedule.peak_bytes(self._executor)[self._rank]
+        )
+        self._mover: Mover | None = None
+        self._places: Sequence[int] = ()
+        self._expected: LayoutDigest | None = None
+
+    @contextmanager
+    def _together(self, what: str, consequence: str = "and nothing was moved") -> Iterator[float]:
+        with guarded(
+            what,
+            rank=self._rank,
+            time_limit_s=self._limit_s,
+            heartbeat=self._heartbeat,
+            consequence=consequence,
+        ) as deadline:
+            yield deadline
+
+    def _read(self, engine: Any | None, side: str, deadline: float) -> TrainingState:
+        refusal: Exception | None = None
+        told = None
+        if engine is not None:
+            try:
+                told = read_training_state(engine, self._world, time_limit_s=self._limit_s)
+            except (InputError, PlanDisagreement) as error:
+                refusal = type(error)(f"the {side} engine: {error}")
+        poll = None if self._heartbeat is None else self._heartbeat.poll
+        refuse_together(refusal, deadline=deadline, poll=poll)
+        found = announce(told, f"the {side} engine's training state", deadline=deadline, poll=poll)
+        if found is None:
+            raise InputError(f"no rank gave a {side} engine: the ranks that hold it hand it in, the others None")
+        return TrainingState.of(found, self._world)
+
+    def _plan(self, planner: str, route: str, bucket_bytes: int) -> Schedule:
+        source, destination = self._layouts
+        plan: MovePlan
+        if planner == "affine":
+            from relaymeter.relayout.affine import plan_move_affine
+
+            plan = plan_move_affine(source, destination, self._topology)
+        else:
+            plan = plan_move(source, destination, self._topology)
+        codes = np.full(int(plan.group_start[-1]), ROUTES.index(route), dtype=np.int8)
+        return build_schedule(plan, self._topology, codes, bucket_bytes)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What moves: ``master``, the optimizer's states of one value per weight, ``frozen`` where there is any."""
+        return tuple(dict.fromkeys(name.partition(" ")[0] for name in self._layouts[1].specs))
+
+    @property
+    def executor(self) -> str:
+        return self._executor
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that the destination's ranks come to hold, each copy counted."""
+        return self.schedule.bytes_total
+
+    @cached_property
+    def bytes_in_rank(self) -> int:
+        """Bytes that are copied within a rank."""
+        rows = self.schedule.loads(self._executor)
+        return int(rows.unpack_bytes[rows.src == rows.dst].sum())
+
+    @property
+    def bytes_in_node(self) -> int:
+        return self.schedule.bytes_in_node
+
+    @property
+    def bytes_cross_node(self) -> int:
+        return self.schedule.bytes_cross_node
+
+    @property
+    def messages(self) -> int:
+        return self.schedule.messages(self._executor)
+
+    @property
+    def fallbacks(self) -> Mapping[str, str]:
+        """Tensors that the affine planner could not express, and why."""
+        return self.schedule.plan.fallbacks
+
+    def run(self, *, prove: bool = False) -> StateMoveTiming:
+        """Move everything once, then the fields, then refresh the low-precision weights. Collective.
+
+        ``prove`` takes the source's digest before, for ``verify``. Raises InputError where an engine's state has
+        changed in kind since the plan (a first step, a window begun): make a new move. RankLost and MoveTimeout as
+        ``Mover.run``; the destination is not usable then.
+        """
+        broken = "and the destination is not usable"
+        begin = time.perf_counter()
+        with self._together("reading the source's fields") as deadline:
+            self._wanted = self._reread(deadline)
+            allocated = missing_bytes(self._destination, self._wanted)
+            if self._destination is not None:
+                prepare(self._destination, self._wanted)
+            mover = self._compiled()
+        prepared = time.perf_counter()
+        with self._together("the digest of the source"):
+            self._expected = self._digest_source() if prove else None
+        proved = time.perf_counter()
+        moved: MoveTiming = mover.run()
+        arrived = time.perf_counter()
+        with self._together("the refresh of the weights", broken), PeakMemory(self._device) as refreshing:
+            if self._destination is not None:
+                write_fields(self._destination, self._wanted)
+            written = time.perf_counter()
+            if self._destination is not None:
+                refresh_from_masters(self._destination)
+            dist.barrier()
+        end = time.perf_counter()
+        peaks = [moved.peak_bytes, refreshing.bytes]
+        return StateMoveTiming(
+            prepare_s=prepared - begin,
+            move_s=arrived - proved,
+            fields_s=written - arrived,
+            refresh_s=end - written,
+            digest_s=proved - prepared,
+            total_s=end - begin - (proved - prepared),
+            peak_bytes=None if None in peaks else allocated + max(peak for peak in peaks if peak is not None),
+            allocated_bytes=allocated,
+            sent_bytes=moved.sent_bytes,
+            received_bytes=moved.received_bytes,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        engine = self._destination if self._destination is not None else self._source
+        return torch.device("cpu") if engine is None else torch.device(engine.device)
+
+    def _reread(self, deadline: float) -> dict[str, Any]:
+        refusal: Exception | None = None
+        fields = None
+        try:
+            for engine in (self._source, self._destination):
+                if engine is not None:
+                    check_ready(engine)
+            fields = None if self._source is None else read_fields(self._source)
+        except InputError as error:
+            refusal = error
+        poll = None if self._heartbeat is None else self._heartbeat.poll
+        refuse_together(refusal, deadline=deadline, poll=poll)
+        found = announce(fields, "the source engine's fields", deadline=deadline, poll=poll)
+        if found is None or found["per_weight"] != self._state.fields["per_weight"]:
+            raise InputError(
+                "the source's optimizer holds other states than when this move was planned: make a new "
+                "TrainingStateMove"
+            )
+        self._state = dataclasses.replace(self._state, fields=found)
+        return expected_fields(found, self._target.fields)
+
+    def _compiled(self) -> Mover:
+        """The mover over both engines' storages, made anew where one of them has another address since."""
+        names = list(self._layouts[1].specs)
+        source, destination = (training_storages(engine, names) for engine in (self._source, self._destination))
+        places = [t.data_ptr() for held in (source, destination) for t in held.values()]
+        changed = tell_all(self._mover is None or places != self._places)
+        if self._mover is None or any(changed):
+            self._places = places
+            self._mover = Mover(
+                self.schedule,
+                self._rank,
+                source,
+                destination,
+                self._executor,
+                time_limit_s=self._limit_s,
+                heartbeat=self._heartbeat,
+                hooks=self._hooks,
+            )
+        return self._mover
+
+    def _proof(self) -> tuple[Layout, Layout]:
+        """Layouts of source and destination with the low-precision weights beside the states."""
+        moved = self._state.fields["per_weight"]
+        source, destination = (state.joined(moved, weights=True) for state in (self._state, self._target))
+        same = [name for name, spec in destination.specs.items() if source.specs[name].dtype == spec.dtype]
+        return only_tensors(source, same), only_tensors(destination, same)
+
+    def _digest_source(self) -> LayoutDigest:
+        source, destination = self._proof()
+        return expected_digest(source, destination, self._rank, training_storages(self._source, source.specs))
+
+    def verify(self) -> StateMoveReport:
+        """Hold the destination against the source, bit by bit and field by field. Collective, the same on every rank.
+
+        Digests of every copy of every master, moment, frozen weight and low-precision weight, and each field that
+        ``run`` wrote. Without ``run(prove=True)`` the source is digested now, so it must not have trained on since.
+        """
+        with self._together("the check of the move", ""):
+            expected = self._digest_source() if self._expected is None else self._expected
+            layout = expected.layout
+            held = training_storages(self._destination, layout.specs)
+            report: DigestReport = compare(expected, digest_layout(layout, self._rank, held, replicas=True))
+            fields: list[str] = []
+            if self._destination is not None:
+                found = read_fields(self._destination)
+                for key in _COMPARED:
+                    fields += field_differences(self._wanted[key], found[key], key)
+            told = [text for texts in tell_all(fields) for text in texts]
+        return StateMoveReport(report.passed, report.total, report.mismatches, tuple(dict.fromkeys(told)))

@@ -57,6 +57,16 @@ def test_a_guard_that_ended_is_not_called(store: TCPStore) -> None:
     assert not called.is_set()
 
 
+def test_the_outer_of_two_guards_stands_again_once_the_inner_has_ended(store: TCPStore) -> None:
+    outer, inner = threading.Event(), threading.Event()
+    with beat(store, 0, 2) as first, beat(store, 1, 2) as second, second.guard(outer.set):
+        with second.guard(inner.set):
+            pass
+        first.publish("error", (0,), "out of luck")
+        assert outer.wait(2)
+    assert not inner.is_set()
+
+
 def test_an_unreachable_store_counts_as_its_host_lost() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)

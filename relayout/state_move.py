@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,6 +167,8 @@ class TrainingStateMove:
 
     @contextmanager
     def _together(self, what: str, consequence: str = "and nothing was moved") -> Iterator[float]:
+        """A stretch of collectives. A refusal, which every rank raises, leaves the group in order."""
+        refusal: InputError | PlanDisagreement | None = None
         with guarded(
             what,
             rank=self._rank,
@@ -174,7 +176,16 @@ class TrainingStateMove:
             heartbeat=self._heartbeat,
             consequence=consequence,
         ) as deadline:
-            yield deadline
+            try:
+                yield deadline
+            except (InputError, PlanDisagreement) as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
+
+    @property
+    def _poll(self) -> Callable[[], None] | None:
+        return None if self._heartbeat is None else self._heartbeat.poll
 
     def _read(self, engine: Any | None, side: str, deadline: float) -> TrainingState:
         refusal: Exception | None = None
@@ -184,9 +195,8 @@ class TrainingStateMove:
                 told = read_training_state(engine, self._world, time_limit_s=self._limit_s)
             except (InputError, PlanDisagreement) as error:
                 refusal = type(error)(f"the {side} engine: {error}")
-        poll = None if self._heartbeat is None else self._heartbeat.poll
-        refuse_together(refusal, deadline=deadline, poll=poll)
-        found = announce(told, f"the {side} engine's training state", deadline=deadline, poll=poll)
+        refuse_together(refusal, deadline=deadline, poll=self._poll)
+        found = announce(told, f"the {side} engine's training state", deadline=deadline, poll=self._poll)
         if found is None:
             raise InputError(f"no rank gave a {side} engine: the ranks that hold it hand it in, the others None")
         return TrainingState.of(found, self._world)
@@ -252,9 +262,7 @@ class TrainingStateMove:
         with self._together("reading the source's fields") as deadline:
             self._wanted = self._reread(deadline)
             allocated = missing_bytes(self._destination, self._wanted)
-            if self._destination is not None:
-                prepare(self._destination, self._wanted)
-            mover = self._compiled()
+            mover = self._compiled(deadline)
         prepared = time.perf_counter()
         with self._together("the digest of the source"):
             self._expected = self._digest_source() if prove else None
@@ -298,9 +306,8 @@ class TrainingStateMove:
             fields = None if self._source is None else read_fields(self._source)
         except InputError as error:
             refusal = error
-        poll = None if self._heartbeat is None else self._heartbeat.poll
-        refuse_together(refusal, deadline=deadline, poll=poll)
-        found = announce(fields, "the source engine's fields", deadline=deadline, poll=poll)
+        refuse_together(refusal, deadline=deadline, poll=self._poll)
+        found = announce(fields, "the source engine's fields", deadline=deadline, poll=self._poll)
         if found is None or found["per_weight"] != self._state.fields["per_weight"]:
             raise InputError(
                 "the source's optimizer holds other states than when this move was planned: make a new "
@@ -309,13 +316,22 @@ class TrainingStateMove:
         self._state = dataclasses.replace(self._state, fields=found)
         return expected_fields(found, self._target.fields)
 
-    def _compiled(self) -> Mover:
+    def _compiled(self, deadline: float) -> Mover:
         """The mover over both engines' storages, made anew where one of them has another address since."""
         names = list(self._layouts[1].specs)
-        source, destination = (training_storages(engine, names) for engine in (self._source, self._destination))
-        places = [t.data_ptr() for held in (source, destination) for t in held.values()]
-        changed = tell_all(self._mover is None or places != self._places)
-        if self._mover is None or any(changed):
+        refusal: Exception | None = None
+        source: dict[str, torch.Tensor] = {}
+        destination: dict[str, torch.Tensor] = {}
+        try:
+            if self._destination is not None:
+                prepare(self._destination, self._wanted)
+            source, destination = (training_storages(engine, names) for engine in (self._source, self._destination))
+        except InputError as error:
+            refusal = error
+        refuse_together(refusal, deadline=deadline, poll=self._poll)
+        places = [storage.data_ptr() for held in (source, destination) for storage in held.values()]
+        moved_on = tell_all(self._mover is None or places != self._places, deadline=deadline, poll=self._poll)
+        if self._mover is None or any(moved_on):
             self._places = places
             self._mover = Mover(
                 self.schedule,

@@ -1,0 +1,177 @@
+"""Jobs on moves of training state between live engines: repeated runs, planners, routes, refusals, wrong bits.
+
+What is right comes from DeepSpeed's own gathers of whole masters and moments (``jobs_engines.whole_masters``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from engine_models import INPUTS, Decayed, Stepped, Uneven, Varied, decay_groups, model_of
+from jobs_engines import config, engine_over, refusal, train, whole_masters
+from pool import Seat
+
+from relaymeter.relayout.execute import Hooks
+from relaymeter.relayout.plain_state import field_differences
+from relaymeter.relayout.state_move import TrainingStateMove
+from relaymeter.relayout.topology import Topology
+from relaymeter.relayout.training_fields import read_fields
+
+STATES = (None, "exp_avg", "exp_avg_sq")
+
+
+def built(
+    seat: Seat,
+    stage: int,
+    ranks: tuple[int, ...],
+    seed: int,
+    kind: Any = Uneven,
+    *,
+    decay: bool = False,
+    **settings: Any,
+) -> Any:
+    """An engine over ``ranks`` with a warm-up scheduler; ``settings`` replace entries of its config."""
+    model = model_of(kind, seed) if seat.rank in ranks else None
+    entries = config(len(ranks), stage) | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}
+    groups = {"model_parameters": decay_groups(model)} if decay and model is not None else {}
+    return engine_over(ranks, model, entries | settings, **groups)
+
+
+def step(engine: Any, steps: int = 1, kind: Any = Uneven) -> None:
+    if engine is not None:
+        train(engine, torch.full((2, INPUTS[kind.__name__]), 0.5, dtype=torch.bfloat16), steps)
+
+
+def wholes(engine: Any) -> dict[str, torch.Tensor]:
+    return {f"{state} {name}": kept for state in STATES for name, kept in whole_masters(engine, state).items()}
+
+
+def differing(first: Any, second: Any) -> list[str]:
+    """Whole masters and moments, gathered by DeepSpeed on ranks that hold both engines, that differ; and the fields."""
+    one, other = (None if engine is None else wholes(engine) for engine in (first, second))
+    if one is None or other is None:
+        return []
+    found = [name for name in one if not torch.equal(one[name], other[name])]
+    mine, theirs = (read_fields(engine) for engine in (first, second))
+    return found + [
+        text for key in ("engine", "scheduler", "scaler") for text in field_differences(mine[key], theirs[key])
+    ]
+
+
+def repeats(seat: Seat) -> dict[str, Any]:
+    """There and back three times with a step after each move, by two planners and three routes over two nodes."""
+    found: dict[str, Any] = {}
+    topology = Topology.grid(2, 2)
+    large, small = built(seat, 3, (0, 1, 2, 3), 1), built(seat, 3, (2, 3), 2)
+    step(large, 2)
+    plain = (("classes", "relay"), ("affine", "direct"), ("classes", "spread"))
+    there = [TrainingStateMove(large, small, topology=topology, planner=p, route=r, bucket_bytes=128) for p, r in plain]
+    step(small)  # the destination's own step, which the move has to overwrite
+    back = None
+    for number, move in enumerate(there):
+        move.run(prove=True)
+        found[f"there {number}"] = [move.verify().ok, differing(large, small)]
+        step(small)
+        back = back or TrainingStateMove(small, large, topology=topology)
+        timing = back.run()
+        found[f"back {number}"] = [back.verify().ok, differing(small, large), timing.allocated_bytes]
+        step(large)
+    found["steps"] = None if large is None else large.global_steps
+    found["bytes"] = [move.bytes_total for move in there]
+    return found
+
+
+def wrong_bits(seat: Seat) -> dict[str, Any]:
+    """One bit of one received message flipped: what the check says, and what the next one says."""
+    first, second = built(seat, 2, (0, 1), 1), built(seat, 3, (2, 3), 2)
+    step(first, 2)
+    flips = [1]
+
+    def flip(number: int, peer: int, message: torch.Tensor) -> None:
+        if flips and seat.rank == 3 and message.numel():
+            flips.pop()
+            message.view(torch.uint8)[5] ^= 16
+
+    move = TrainingStateMove(first, second, hooks=Hooks(on_receive=flip))
+    move.run(prove=True)
+    report = move.verify()
+    said = refusal(report.raise_for_mismatch)
+    move.run(prove=True)
+    again = move.verify()
+    if second is not None:
+        second.global_steps += 1
+        second.optimizer.param_groups[0]["lr"] = 7.0
+    fields = move.verify()
+    return {
+        "passed": [report.passed, report.total, len(report.mismatches)],
+        "mismatch": report.mismatch,
+        "said": said,
+        "again": [again.ok, again.passed, again.total],
+        "fields": fields.fields,
+        "fields said": refusal(fields.raise_for_mismatch),
+    }
+
+
+def refusals(seat: Seat) -> dict[str, str]:
+    """What does not fit, as every rank hears of it, before anything moved."""
+    found = {}
+    first = built(seat, 3, (0, 1), 1)
+    step(first, 2)
+    before = None if first is None else wholes(first)
+
+    def tell(name: str, destination: Any, source: Any = first) -> None:
+        found[name] = refusal(lambda: TrainingStateMove(source, destination))
+        if destination is not None and destination is not source:
+            destination.destroy()
+
+    tell("same engine", first)
+    tell("no destination", None)
+    tell("other model", built(seat, 2, (1, 2), 3, Decayed))
+    tell("other optimizer", built(seat, 2, (1, 2), 3, optimizer={"type": "SGD", "params": {"lr": 0.1}}))
+    tell("no scheduler", built(seat, 2, (1, 2), 3, scheduler={}))
+    tell("other dtype", built(seat, 0, (1, 2), 3, bf16={"enabled": False}, fp16={"enabled": True}))
+    groups = built(seat, 3, (0, 1), 1, Decayed, decay=True)
+    step(groups, 1, Decayed)
+    tell("other groups", built(seat, 2, (1, 2), 3, Decayed), groups)
+    accumulating = {"gradient_accumulation_steps": 2, "train_batch_size": 8}
+    window = built(seat, 3, (0, 1), 1, **accumulating)
+    step(window)
+    tell("inside a window", built(seat, 2, (1, 2), 3, **accumulating), window)
+    step(window)
+    fresh = built(seat, 2, (1, 2), 3)
+    move = TrainingStateMove(window, fresh)
+    found["window over"] = refusal(move.run)
+    batch = torch.full((2, 5), 0.5, dtype=torch.bfloat16)
+    if fresh is not None:
+        fresh.backward(fresh(batch))
+    found["gradients wait"] = refusal(move.run)
+    if seat.rank == 1:
+        first.optimizer.param_groups[0]["lr"] = 0.5
+    tell("ranks differ", built(seat, 2, (1, 2), 3))
+    after = None if first is None else wholes(first)
+    found["source"] = str(before is None or all(torch.equal(before[name], after[name]) for name in before))
+    return found
+
+
+def kinds(seat: Seat) -> dict[str, Any]:
+    """Ties, empty and frozen parameters, buffers, and an engine that has not stepped yet."""
+    found: dict[str, Any] = {}
+    for name, kind, steps in (("varied", Varied, 2), ("stepped", Stepped, 1), ("unstepped", Varied, 0)):
+        first = built(seat, 2, (0, 1, 2), 1, kind)
+        second = built(seat, 3 if kind is Varied else 1, (0, 1), 2, kind)
+        step(first, steps, kind)
+        step(second, 1, kind)
+        move = TrainingStateMove(first, second)
+        timing = move.run(prove=True)
+        report = move.verify()
+        found[name] = [report.passed == report.total > 0, report.fields, move.states, timing.allocated_bytes]
+        for key in STATES if steps else STATES[:1]:
+            one, other = (None if engine is None else whole_masters(engine, key) for engine in (first, second))
+            if one is not None and other is not None:
+                found[name] += [n for n in one if not torch.equal(one[n], other[n])]
+        if first is not None and second is not None:
+            held = [dict(engine.module.named_parameters()) for engine in (first, second)]
+            found[name] += [n for n, p in held[1].items() if tuple(getattr(p, "ds_shape", p.shape)) != held[0][n].shape]
+            found[name].append(len(second.optimizer.optimizer.state))
+    return found

@@ -1,0 +1,73 @@
+"""Training state from one live engine into another: every bit and field, by all planners and routes, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+
+def test_a_move_planned_once_carries_what_was_trained_since(ranks: Any) -> None:
+    found = ranks(4).call("jobs_state_move:repeats", limit_s=120)
+    for rank, each in enumerate(found):
+        for number in range(3):
+            assert each[f"there {number}"] == [True, []], rank
+            assert each[f"back {number}"] == [True, [], 0], rank
+        assert each["steps"] == 2 + 3 * 2
+        # 58 values (57 and a padded one) or 57 of master and two moments: each arrives once
+        assert each["bytes"] == [57 * 3 * 4] * 3
+
+
+def test_one_flipped_bit_is_named_and_the_next_check_is_clean(ranks: Any) -> None:
+    found = ranks(4).call("jobs_state_move:wrong_bits", limit_s=120)
+    one = found[0]
+    assert all(each == one for each in found)
+    passed, total, mismatches = one["passed"]
+    assert total - passed == mismatches == 1
+    state, name = one["mismatch"].split(",")[0].split(" ")
+    assert state in ("master", "exp_avg", "exp_avg_sq") and name in ("a.weight", "a.bias", "b.weight", "c")
+    assert one["said"].startswith("DigestMismatch: the training state did not arrive whole (1 of")
+    assert one["mismatch"] in one["said"]
+    assert one["again"] == [True, total, total]
+    assert one["fields"] == [
+        "engine.global_steps: 2 in the source, 3 in the destination",
+        one["fields"][1],
+    ]
+    assert one["fields"][1].startswith("groups[0].fields.lr: ") and one["fields"][1].endswith("7.0 in the destination")
+    assert "2 fields differ" in one["fields said"]
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_moves(ranks: Any) -> None:
+    found = ranks(4).call("jobs_state_move:refusals", limit_s=120)
+    parts = {
+        "same engine": "source and destination are one engine",
+        "no destination": "no rank gave a destination engine",
+        "other model": "holds",
+        "other optimizer": "optimizer is torch.optim.adamw.AdamW, the destination's torch.optim.sgd.SGD",
+        "no scheduler": "the destination's missing",
+        "other dtype": "scales its loss by",
+        "other groups": "share parameter group 0 of the destination",
+        "inside a window": "inside an accumulation window (micro step 1 of 2)",
+        "gradients wait": "holds gradients of a backward pass",
+        "ranks differ": "0.5 in rank 1",
+    }
+    for each in found:
+        for name, part in parts.items():
+            assert part in each[name], each[name]
+            assert each[name].startswith(("InputError", "PlanDisagreement"))
+        assert each["window over"] == "no error"
+        assert each["source"] == "True"
+
+
+def test_ties_frozen_and_empty_parameters_buffers_and_no_state_yet(ranks: Any) -> None:
+    found = ranks(4).call("jobs_state_move:kinds", limit_s=120)
+    for each in found:
+        assert each["varied"][:3] == [True, [], ["master", "exp_avg", "exp_avg_sq", "frozen"]]
+        assert each["stepped"][:3] == [True, [], ["master", "exp_avg", "exp_avg_sq", "frozen"]]
+        assert each["unstepped"][:3] == [True, [], ["master", "frozen"]]
+    for rank in (0, 1):
+        assert found[rank]["varied"][3:] == [0, 1]
+        assert found[rank]["stepped"][3:] == [0, 1]
+        assert found[rank]["unstepped"][3:] == [0, 0]

@@ -15,7 +15,7 @@ from relaymeter.errors import LayoutError
 from relaymeter.relayout.layout import IntArray, Layout, Placement, TensorSpec
 from relaymeter.relayout.meshes import make_placement
 
-__all__ = ["check_storage", "join_layouts", "rank_bytes", "restrict_layout", "stage_specs"]
+__all__ = ["check_storage", "join_layouts", "rank_bytes", "renumber_layout", "restrict_layout", "stage_specs"]
 
 
 def stage_specs(specs: Mapping[str, TensorSpec], stages: Sequence[Iterable[str]]) -> tuple[dict[str, TensorSpec], ...]:
@@ -158,6 +158,39 @@ def _held_by(place: Placement, ranks: IntArray) -> Placement:
     return make_placement(
         place.rank[rows], place.lo[rows], place.shape[rows], place.offset[rows], place.stride[rows], storage, copy
     )
+
+
+def renumber_layout(layout: Layout, ranks: Sequence[int]) -> Layout:
+    """The same placements among the ``ranks`` of a group: rank ``ranks[i]`` of the world becomes ``i``.
+
+    Raises LayoutError where the layout holds something on a rank outside the group. Pure, any rank.
+    """
+    at = np.full(layout.world_size, -1, dtype=np.int64)
+    at[list(ranks)] = np.arange(len(ranks))
+    known: dict[bytes, Placement] = {}
+    placements = {}
+    for name, place in layout.placements.items():
+        if place.signature not in known:
+            holders = sorted({*place.ranks, *(rank for rank, kept in place.storage.items() if kept)})
+            outside = [rank for rank in holders if at[rank] < 0]
+            if outside:
+                raise LayoutError(
+                    f"layout {layout.name}, tensor {name}: rank {outside[0]} holds a part of it, but the group is "
+                    f"ranks {list(ranks)}: make the group of all ranks that hold a part"
+                )
+            order = np.argsort(at[place.rank], kind="stable")
+            storage = {int(at[rank]): kept for rank, kept in place.storage.items() if at[rank] >= 0}
+            known[place.signature] = Placement(
+                at[place.rank][order],
+                place.lo[order],
+                place.shape[order],
+                place.offset[order],
+                place.stride[order],
+                storage,
+                None if place.copy is None else place.copy[order],
+            )
+        placements[name] = known[place.signature]
+    return replace(layout, world_size=len(ranks), placements=placements)
 
 
 def rank_bytes(layout: Layout) -> IntArray:

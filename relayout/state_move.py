@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from relaymeter.errors import DigestMismatch, InputError, PlanDisagreement
-from relaymeter.relayout.announce import announce, refuse_together, tell_all
+from relaymeter.relayout.announce import Assembly
+from relaymeter.relayout.combine import renumber_layout
 from relaymeter.relayout.digest import DigestReport, LayoutDigest, Mismatch, compare, digest_layout
 from relaymeter.relayout.execute import Hooks, Mover, MoveTiming
 from relaymeter.relayout.guard import guarded
@@ -113,7 +114,7 @@ class StateMoveReport:
 class TrainingStateMove:
     """The way of a training state from one engine into another, planned once and run as often as wanted.
 
-    Every rank of the world makes one and calls each method, together with all others.
+    Every rank of the group makes one and calls each method, together with all others.
     """
 
     def __init__(
@@ -126,31 +127,38 @@ class TrainingStateMove:
         route: str = "direct",
         executor: str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        group: dist.ProcessGroup | None = None,
         time_limit_s: float = 120.0,
         heartbeat: Heartbeat | None = None,
         hooks: Hooks | None = None,
     ) -> None:
         """Read both engines and plan; nothing is written.
 
-        ``topology``: by default one node. ``planner``: ``classes`` or ``affine``; ``route``: ``direct``, ``relay`` or
-        ``spread``; ``executor``: by default that of the backend. Raises on every rank, before anything moves:
-        InputError where an engine's state cannot be read (offloaded, inside an accumulation window), or the two do not
-        train the same model by the same optimizer; PlanDisagreement where the ranks of an engine differ.
+        ``group``: the ranks that take part, by default the world; all that hold one of the engines have to be among
+        them. ``topology``: of the group's ranks, by default one node. ``planner``: ``classes`` or ``affine``;
+        ``route``: ``direct``, ``relay`` or ``spread``; ``executor``: by default that of the backend. Raises on every
+        rank of the group, before anything moves: InputError where an engine's state cannot be read (offloaded, inside
+        an accumulation window), or the two do not train the same model by the same optimizer; PlanDisagreement where
+        the ranks of an engine differ.
         """
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._group, self._rank = group, dist.get_rank(group)
+        if self._rank < 0:
+            raise InputError(f"rank {dist.get_rank()} is not in the group of the move: let its members alone call this")
+        members = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+        self._members = tuple(members)
         self._source, self._destination = source_engine, destination_engine
         self._limit_s, self._heartbeat, self._hooks = time_limit_s, heartbeat, hooks
-        self._topology = Topology.grid(1, self._world) if topology is None else topology
-        self._executor = executor or ("all-to-all" if dist.get_backend() == "nccl" else "send-recv")
+        self._topology = Topology.grid(1, len(self._members)) if topology is None else topology
+        self._executor = executor or ("all-to-all" if dist.get_backend(group) == "nccl" else "send-recv")
         if route not in ROUTES:
             raise InputError(f"route {route!r} is not one of {', '.join(ROUTES)}")
         if planner not in ("classes", "affine"):
             raise InputError(f"planner {planner!r} is not one of classes, affine")
-        with self._together("reading the engines") as deadline:
+        with self._together("reading the engines") as ranks:
             same = source_engine is not None and source_engine is destination_engine
-            refuse_together(InputError("source and destination are one engine: give two") if same else None)
-            self._state = self._read(source_engine, "source", deadline)
-            self._target = self._read(destination_engine, "destination", deadline)
+            ranks.refuse(InputError("source and destination are one engine: give two") if same else None)
+            self._state = self._read(source_engine, "source", ranks)
+            self._target = self._read(destination_engine, "destination", ranks)
         refuse_other_model(self._state, self._target)
         self._wanted = expected_fields(self._state.fields, self._target.fields)
         moved = self._state.fields["per_weight"]
@@ -166,7 +174,7 @@ class TrainingStateMove:
         self._expected: LayoutDigest | None = None
 
     @contextmanager
-    def _together(self, what: str, consequence: str = "and nothing was moved") -> Iterator[float]:
+    def _together(self, what: str, consequence: str = "and nothing was moved") -> Iterator[Assembly]:
         """A stretch of collectives. A refusal, which every rank raises, leaves the group in order."""
         refusal: InputError | PlanDisagreement | None = None
         with guarded(
@@ -174,32 +182,31 @@ class TrainingStateMove:
             rank=self._rank,
             time_limit_s=self._limit_s,
             heartbeat=self._heartbeat,
+            group=self._group,
             consequence=consequence,
         ) as deadline:
             try:
-                yield deadline
+                yield Assembly(self._group, deadline, None if self._heartbeat is None else self._heartbeat.poll)
             except (InputError, PlanDisagreement) as error:
                 refusal = error
         if refusal is not None:
             raise refusal
 
-    @property
-    def _poll(self) -> Callable[[], None] | None:
-        return None if self._heartbeat is None else self._heartbeat.poll
-
-    def _read(self, engine: Any | None, side: str, deadline: float) -> TrainingState:
+    def _read(self, engine: Any | None, side: str, ranks: Assembly) -> TrainingState:
         refusal: Exception | None = None
         told = None
         if engine is not None:
             try:
-                told = read_training_state(engine, self._world, time_limit_s=self._limit_s)
+                told = read_training_state(engine, dist.get_world_size(), time_limit_s=self._limit_s)
             except (InputError, PlanDisagreement) as error:
                 refusal = type(error)(f"the {side} engine: {error}")
-        refuse_together(refusal, deadline=deadline, poll=self._poll)
-        found = announce(told, f"the {side} engine's training state", deadline=deadline, poll=self._poll)
+        ranks.refuse(refusal)
+        found = ranks.announce(told, f"the {side} engine's training state")
         if found is None:
             raise InputError(f"no rank gave a {side} engine: the ranks that hold it hand it in, the others None")
-        return TrainingState.of(found, self._world)
+        state = TrainingState.of(found, dist.get_world_size())
+        weights, master = (renumber_layout(layout, self._members) for layout in (state.weights, state.master))
+        return dataclasses.replace(state, weights=weights, master=master)
 
     def _plan(self, planner: str, route: str, bucket_bytes: int) -> Schedule:
         source, destination = self._layouts
@@ -259,23 +266,23 @@ class TrainingStateMove:
         """
         broken = "and the destination is not usable"
         begin = time.perf_counter()
-        with self._together("reading the source's fields") as deadline:
-            self._wanted = self._reread(deadline)
+        with self._together("reading the source's fields") as ranks:
+            self._wanted = self._reread(ranks)
             allocated = missing_bytes(self._destination, self._wanted)
-            mover = self._compiled(deadline)
+            mover = self._compiled(ranks)
         prepared = time.perf_counter()
         with self._together("the digest of the source"):
             self._expected = self._digest_source() if prove else None
         proved = time.perf_counter()
         moved: MoveTiming = mover.run()
         arrived = time.perf_counter()
-        with self._together("the refresh of the weights", broken), PeakMemory(self._device) as refreshing:
+        with self._together("the refresh of the weights", broken) as ranks, PeakMemory(self._device) as refreshing:
             if self._destination is not None:
                 write_fields(self._destination, self._wanted)
             written = time.perf_counter()
             if self._destination is not None:
                 refresh_from_masters(self._destination)
-            dist.barrier()
+            ranks.tell_all(None)
         end = time.perf_counter()
         peaks = [moved.peak_bytes, refreshing.bytes]
         return StateMoveTiming(
@@ -296,7 +303,7 @@ class TrainingStateMove:
         engine = self._destination if self._destination is not None else self._source
         return torch.device("cpu") if engine is None else torch.device(engine.device)
 
-    def _reread(self, deadline: float) -> dict[str, Any]:
+    def _reread(self, ranks: Assembly) -> dict[str, Any]:
         refusal: Exception | None = None
         fields = None
         try:
@@ -306,8 +313,8 @@ class TrainingStateMove:
             fields = None if self._source is None else read_fields(self._source)
         except InputError as error:
             refusal = error
-        refuse_together(refusal, deadline=deadline, poll=self._poll)
-        found = announce(fields, "the source engine's fields", deadline=deadline, poll=self._poll)
+        ranks.refuse(refusal)
+        found = ranks.announce(fields, "the source engine's fields")
         if found is None or found["per_weight"] != self._state.fields["per_weight"]:
             raise InputError(
                 "the source's optimizer holds other states than when this move was planned: make a new "
@@ -316,7 +323,7 @@ class TrainingStateMove:
         self._state = dataclasses.replace(self._state, fields=found)
         return expected_fields(found, self._target.fields)
 
-    def _compiled(self, deadline: float) -> Mover:
+    def _compiled(self, ranks: Assembly) -> Mover:
         """The mover over both engines' storages, made anew where one of them has another address since."""
         names = list(self._layouts[1].specs)
         refusal: Exception | None = None
@@ -328,9 +335,9 @@ class TrainingStateMove:
             source, destination = (training_storages(engine, names) for engine in (self._source, self._destination))
         except InputError as error:
             refusal = error
-        refuse_together(refusal, deadline=deadline, poll=self._poll)
+        ranks.refuse(refusal)
         places = [storage.data_ptr() for held in (source, destination) for storage in held.values()]
-        moved_on = tell_all(self._mover is None or places != self._places, deadline=deadline, poll=self._poll)
+        moved_on = ranks.tell_all(self._mover is None or places != self._places)
         if self._mover is None or any(moved_on):
             self._places = places
             self._mover = Mover(
@@ -339,6 +346,7 @@ class TrainingStateMove:
                 source,
                 destination,
                 self._executor,
+                group=self._group,
                 time_limit_s=self._limit_s,
                 heartbeat=self._heartbeat,
                 hooks=self._hooks,
@@ -354,7 +362,9 @@ class TrainingStateMove:
 
     def _digest_source(self) -> LayoutDigest:
         source, destination = self._proof()
-        return expected_digest(source, destination, self._rank, training_storages(self._source, source.specs))
+        return expected_digest(
+            source, destination, self._rank, training_storages(self._source, source.specs), group=self._group
+        )
 
     def verify(self) -> StateMoveReport:
         """Hold the destination against the source, bit by bit and field by field. Collective, the same on every rank.
@@ -362,15 +372,17 @@ class TrainingStateMove:
         Digests of every copy of every master, moment, frozen weight and low-precision weight, and each field that
         ``run`` wrote. Without ``run(prove=True)`` the source is digested now, so it must not have trained on since.
         """
-        with self._together("the check of the move", ""):
+        with self._together("the check of the move", "") as ranks:
             expected = self._digest_source() if self._expected is None else self._expected
             layout = expected.layout
             held = training_storages(self._destination, layout.specs)
-            report: DigestReport = compare(expected, digest_layout(layout, self._rank, held, replicas=True))
+            report: DigestReport = compare(
+                expected, digest_layout(layout, self._rank, held, replicas=True, group=self._group)
+            )
             fields: list[str] = []
             if self._destination is not None:
                 found = read_fields(self._destination)
                 for key in _COMPARED:
                     fields += field_differences(self._wanted[key], found[key], key)
-            told = [text for texts in tell_all(fields) for text in texts]
+            told = [text for texts in ranks.tell_all(fields) for text in texts]
         return StateMoveReport(report.passed, report.total, report.mismatches, tuple(dict.fromkeys(told)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from engine_models import INPUTS, Decayed, Stepped, Uneven, Varied, decay_groups, model_of
-from jobs_engines import config, engine_over, refusal, train, whole_masters
+from jobs_engines import config, engine_over, group_of, refusal, train, whole_masters
 from pool import Seat
 
 from relaymeter.relayout.execute import Hooks
@@ -175,3 +175,18 @@ def kinds(seat: Seat) -> dict[str, Any]:
             found[name] += [n for n, p in held[1].items() if tuple(getattr(p, "ds_shape", p.shape)) != held[0][n].shape]
             found[name].append(len(second.optimizer.optimizer.state))
     return found
+
+
+def alone(seat: Seat) -> Any:
+    """Engines over ranks 1, 2 and over ranks 2, 3: rank 0 holds neither and takes no part in the move."""
+    first, second = built(seat, 3, (1, 2), 1), built(seat, 1, (2, 3), 2)
+    group = group_of((1, 2, 3))
+    step(first, 2)
+    if seat.rank == 0:
+        return None
+    move = TrainingStateMove(first, second, group=group)
+    move.run(prove=True)
+    report = move.verify()
+    few = group_of((1, 2)) if seat.rank < 3 else None
+    short = refusal(lambda: TrainingStateMove(first, None, group=few)) if few is not None else "not called"
+    return [report.ok, report.total, differing(first, second), short]

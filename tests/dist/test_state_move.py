@@ -71,3 +71,12 @@ def test_ties_frozen_and_empty_parameters_buffers_and_no_state_yet(ranks: Any) -
         assert found[rank]["varied"][3:] == [0, 1]
         assert found[rank]["stepped"][3:] == [0, 1]
         assert found[rank]["unstepped"][3:] == [0, 0]
+
+
+def test_ranks_without_an_engine_need_not_take_part(ranks: Any) -> None:
+    found = ranks(4).call("jobs_state_move:alone", limit_s=120)
+    for each in found[1:]:
+        # one copy of four tensors in three states, and two copies of the four low-precision weights
+        assert each[:3] == [True, 4 * 3 + 4 * 2, []]
+    assert "no rank gave a destination engine" in found[1][3]
+    assert found[2][3] == found[1][3]

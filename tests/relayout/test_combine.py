@@ -12,7 +12,14 @@ from oracle import storages, whole_tensors
 from strategies import layouts, tensor_specs
 
 from relaymeter.errors import LayoutError
-from relaymeter.relayout.combine import check_storage, join_layouts, rank_bytes, restrict_layout, stage_specs
+from relaymeter.relayout.combine import (
+    check_storage,
+    join_layouts,
+    rank_bytes,
+    renumber_layout,
+    restrict_layout,
+    stage_specs,
+)
 from relaymeter.relayout.cuts import Cut
 from relaymeter.relayout.layout import TensorSpec
 from relaymeter.relayout.partitions import zero3_layout
@@ -199,3 +206,19 @@ def test_storages_of_the_wrong_size_are_refused_naming_rank_and_tensor():
     ):
         with pytest.raises(LayoutError, match=message):
             check_storage(layout, held)
+
+
+def test_a_layout_renumbered_for_a_group_holds_the_same_pieces_there() -> None:
+    specs = {"a": TensorSpec("a", (7, 3), "float32"), "b": TensorSpec("b", (5,), "bfloat16")}
+    layout = zero3_layout(specs, (5, 2), 6)
+    found = renumber_layout(layout, (2, 3, 5))
+    assert found.world_size == 3
+    found.check()
+    for name, place in layout.placements.items():
+        for old, new in ((2, 0), (5, 2)):
+            here, there = place.pieces_of(old), found.placements[name].pieces_of(new)
+            for column in ("lo", "shape", "offset", "stride"):
+                assert (getattr(place, column)[here] == getattr(found.placements[name], column)[there]).all()
+            assert found.placements[name].storage[new] == place.storage[old]
+    with pytest.raises(LayoutError, match=r"tensor a: rank 5 holds a part of it, but the group is ranks \[0, 2\]"):
+        renumber_layout(layout, (0, 2))

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from relaymeter.errors import LayoutError
 from relaymeter.relayout.cuts import Cut, Intervals
-from relaymeter.relayout.engine_reading import HeldTensor, MasterGroup, ShardRuns
+from relaymeter.relayout.engine_reading import HeldTensor, MasterGroup, RankGrid, ShardRuns
 from relaymeter.relayout.layout import Layout, Placement, TensorSpec
 from relaymeter.relayout.meshes import mesh_layout
 from relaymeter.relayout.partitions import zero3_layout, zero12_layout
@@ -41,17 +42,21 @@ def describe(
     aliases: Mapping[str, str],
     groups: Sequence[MasterGroup] = (),
 ) -> dict[str, Any]:
-    """``name``: the layout's. ``tensors``: each with its dtype in this state and how it is spread over data-parallel
-    ranks: "whole" (a copy on each), "parts" (its shard flattened and cut evenly), "flat" (with a group of ``groups``).
+    """``name``: the layout's. ``ranks``: those of the tensors that name no others, for each part of a cut its
+    data-parallel group. ``tensors``: each with its dtype in this state and how it is spread over data-parallel ranks:
+    "whole" (a copy on each), "parts" (its shard flattened and cut evenly), "flat" (with a group of ``groups``).
     """
     cuts: dict[ShardRuns, int] = {}
+    grids: dict[RankGrid, int] = {}
     rows = []
     for held, dtype, spread in tensors:
-        number = None if held.cut is None else cuts.setdefault(held.cut, len(cuts))
-        rows.append([held.name, list(held.shape), dtype, spread, number])
+        cut = None if held.cut is None else cuts.setdefault(held.cut, len(cuts))
+        grid = grids.setdefault(held.ranks, len(grids)) if held.ranks else None
+        rows.append([held.name, list(held.shape), dtype, spread, cut, grid])
     return {
         "name": name,
         "ranks": [list(column) for column in ranks],
+        "grids": [[list(column) for column in grid] for grid in grids],
         "tensors": rows,
         "aliases": dict(aliases),
         "cuts": [{"dim": c.dim, "widths": list(c.widths), "runs": [list(map(list, r)) for r in c.runs]} for c in cuts],
@@ -64,9 +69,10 @@ def labels(description: Mapping[str, Any]) -> list[str]:
     if not description["tensors"]:
         return []
     found = []
-    for name, shape, dtype, spread, cut in description["tensors"]:
+    for name, shape, dtype, spread, cut, grid in description["tensors"]:
         widths = "" if cut is None else f", cut to {description['cuts'][cut]['widths']}"
-        found.append(f"{name} {shape} {dtype}, {spread}{widths}")
+        over = "" if grid is None else f", over ranks {description['grids'][grid]}"
+        found.append(f"{name} {shape} {dtype}, {spread}{widths}{over}")
     for number, (names, _, _) in enumerate(description["groups"]):
         found += [f"{name} at place {place} of group {number}" for place, name in enumerate(names)]
     found += [f"{alias} tied to {name}" for alias, name in description["aliases"].items()]
@@ -75,29 +81,31 @@ def labels(description: Mapping[str, Any]) -> list[str]:
 
 def build_layout(description: Mapping[str, Any], world_size: int) -> Layout:
     """The layout that ``description`` describes. Raises LayoutError."""
-    name, columns = description["name"], description["ranks"]
-    several = len(columns) > 1
-    mesh = [list(row) for row in zip(*columns, strict=True)] if several else columns[0]
-    rules = [Cut(c["dim"], rule=Runs(_runs(c))) for c in description["cuts"]]
+    name, rules = description["name"], [Cut(c["dim"], rule=Runs(_runs(c))) for c in description["cuts"]]
     specs: dict[str, TensorSpec] = {}
     cuts: dict[str, Cut] = {}
-    spreads: dict[str, str] = {}
-    for tensor, shape, dtype, spread, cut in description["tensors"]:
-        specs[tensor], spreads[tensor] = TensorSpec(tensor, tuple(shape), dtype), spread
+    spreads: dict[tuple[int | None, str], list[str]] = {}
+    grids: dict[str, int | None] = {}
+    for tensor, shape, dtype, spread, cut, grid in description["tensors"]:
+        specs[tensor], grids[tensor] = TensorSpec(tensor, tuple(shape), dtype), grid
         cuts[tensor] = Cut(None) if cut is None else rules[cut]
+        spreads.setdefault((grid, spread), []).append(tensor)
     placements: dict[str, Placement] = {}
-    over_ranks = cuts if several else None
-    for spread in ("whole", "parts"):
-        mine = {tensor: spec for tensor, spec in specs.items() if spreads[tensor] == spread}
-        if mine and spread == "whole":
-            replicas = mesh if several else [[rank] for rank in mesh]
+    for (grid, spread), names in spreads.items():
+        mesh, over_ranks = _mesh(description, grid, cuts)
+        mine = {tensor: specs[tensor] for tensor in names}
+        if spread == "whole":
+            replicas = mesh if over_ranks is not None else [[rank] for rank in mesh]
             placements |= mesh_layout(mine, cuts, replicas, world_size, name).placements
-        elif mine:
+        elif spread == "parts":
             placements |= zero3_layout(mine, mesh, world_size, name, cuts=over_ranks).placements
     for names, alignment, tensor_alignment in description["groups"]:
-        mine = {tensor: specs[tensor] for tensor in names}
+        several = sorted({str(grids[tensor]) for tensor in names})
+        if len(several) > 1:
+            raise LayoutError(f"layout {name}: the group of {names[0]} is spread over {len(several)} sets of ranks")
+        mesh, over_ranks = _mesh(description, grids[names[0]], cuts)
         placements |= zero12_layout(
-            mine,
+            {tensor: specs[tensor] for tensor in names},
             mesh,
             world_size,
             name,
@@ -109,6 +117,16 @@ def build_layout(description: Mapping[str, Any], world_size: int) -> Layout:
     layout = Layout(name, world_size, specs, {t: placements[t] for t in specs}, dict(description["aliases"]))
     layout.check()
     return layout
+
+
+def _mesh(
+    description: Mapping[str, Any], grid: int | None, cuts: Mapping[str, Cut]
+) -> tuple[list[Any], Mapping[str, Cut] | None]:
+    """The mesh of one set of ranks, data-parallel ranks first, and the cuts over its other axis (None: it has none)."""
+    columns = description["ranks"] if grid is None else description["grids"][grid]
+    if len(columns) == 1:
+        return columns[0], None
+    return [list(row) for row in zip(*columns, strict=True)], cuts
 
 
 def _runs(cut: Mapping[str, Any]) -> ShardRuns:

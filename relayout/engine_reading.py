@@ -4,7 +4,8 @@
 storages from. Nothing here communicates or copies.
 
 Shapes are logical ones: ZeRO-3 leaves a placeholder of no elements in a parameter and keeps its shape in ``ds_shape``;
-AutoTP leaves this rank's shard there and keeps where it came from as affine pieces on the parameter.
+AutoTP leaves this rank's shard there and keeps where it came from as affine pieces on the parameter, and so does AutoEP
+with the experts of a rank, whose data-parallel group is another one than that of the other parameters.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ __all__ = [
     "Fragment",
     "HeldTensor",
     "MasterGroup",
+    "RankGrid",
     "ShardRuns",
     "engine_groups",
     "engine_ranks",
     "engine_tensors",
+    "expert_ranks",
     "master_fragments",
     "master_groups",
     "optimizer_state",
@@ -41,6 +44,11 @@ __all__ = [
 #: Where AutoTP keeps on a parameter how it cut it (deepspeed.checkpoint.constants.DS_AUTOTP_UC_META).
 _AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 _AUTOTP_SHARD = "tensor_model_parallel"
+#: Where AutoEP keeps on a parameter which experts each rank holds (deepspeed.checkpoint.constants.DS_AUTOEP_UC_META).
+_AUTOEP_META = "ds_autoep_uc_meta"
+
+#: For each rank of a tensor-parallel or expert-parallel group its data-parallel group, in order of the partitions.
+RankGrid = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class ShardRuns:
 @dataclass(frozen=True)
 class HeldTensor:
     """A weight or buffer: its logical shape, its dtype, its cut (None: whole on every tensor-parallel rank), whether
-    ZeRO-3 partitions it, the tensor object itself, and whether it is a buffer."""
+    ZeRO-3 partitions it, the tensor object itself, whether it is a buffer, and its ranks where they are others than
+    ``engine_ranks`` (those of experts)."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,6 +74,7 @@ class HeldTensor:
     partitioned: bool
     tensor: Any
     buffer: bool = False
+    ranks: RankGrid = ()
 
 
 @dataclass(frozen=True)
@@ -72,13 +82,14 @@ class MasterGroup:
     """Parameters whose masters are kept together, in order, and this rank's tensor that holds (a part of) each master.
 
     In a flat group every parameter begins at a multiple of ``tensor_alignment`` elements, and the whole is padded to a
-    multiple of ``alignment``.
+    multiple of ``alignment``. ``place``: of this rank in the data-parallel group that the masters are spread over.
     """
 
     names: tuple[str, ...]
     flats: tuple[torch.Tensor, ...]
     alignment: int = 1
     tensor_alignment: int = 1
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,23 @@ def zero_stage(engine: Any) -> int:
     if getattr(engine, "pipeline_parallelism", False):
         raise InputError("pipeline engines cannot be read: give each stage an engine of its own")
     if getattr(engine, "has_moe_layers", False):
-        raise InputError("engines with expert-parallel layers cannot be read yet: train without expert_parallel")
+        layers = _expert_layers(engine)
+        if not layers:
+            raise InputError(
+                "DeepSpeed's own MoE layers cannot be read: they do not say which experts a rank holds; use AutoEP "
+                "(expert_parallel in the config)"
+            )
+        if any(layer.folding_group_handles is not None for layer in layers) or _tensor_group(engine) is not None:
+            raise InputError("AutoTP together with AutoEP cannot be read: leave out tensor_parallel or expert_parallel")
     return int(engine.zero_optimization_stage())
+
+
+def _expert_layers(engine: Any) -> list[Any]:
+    return [module for module in engine.module.modules() if getattr(module, "_is_autoep_layer", False)]
+
+
+def _is_expert(param: Any) -> bool:
+    return getattr(param, "allreduce", True) is False
 
 
 def refuse_offloaded(engine: Any, kind: str) -> None:
@@ -121,6 +147,8 @@ def _data_group(engine: Any) -> Any:
     for name, param in engine.module.named_parameters():
         if getattr(param, "ds_tensor", None) is None:
             raise InputError(f"parameter {name} is not partitioned although the engine's ZeRO stage is 3")
+        if _is_expert(param):
+            continue
         found.setdefault(_group_ranks(param.ds_process_group), (name, param.ds_process_group))
     if len(found) > 1:
         (one, (name, _)), (other, (odd, _)) = list(found.items())[:2]
@@ -147,18 +175,48 @@ def _tensor_ranks(engine: Any) -> tuple[int, ...]:
     return (dist.get_rank(),) if group is None else _group_ranks(group)
 
 
-def engine_ranks(engine: Any) -> tuple[tuple[int, ...], ...]:
+def engine_ranks(engine: Any) -> RankGrid:
     """Global ranks of the engine: for each tensor-parallel rank its data-parallel group, in order of the partitions.
 
     Raises InputError where the two kinds of group do not make a grid.
     """
-    me, data, tensor = dist.get_rank(), _group_ranks(_data_group(engine)), _tensor_ranks(engine)
-    grid = tuple(tuple(column + other - me for column in data) for other in tensor)
+    return _grid(
+        _group_ranks(_data_group(engine)),
+        _tensor_ranks(engine),
+        "tensor-parallel",
+        "let AutoTP cut the model before ZeRO-3 partitions it (no deepspeed.zero.Init)",
+    )
+
+
+def expert_ranks(engine: Any) -> RankGrid:
+    """Global ranks of the experts of an AutoEP engine: for each expert-parallel rank its expert-data-parallel group.
+    Empty where the engine has none. Raises InputError where its layers differ in their groups."""
+    found: dict[tuple[tuple[int, ...], ...], None] = {}
+    for layer in _expert_layers(engine):
+        data = engine.expert_data_parallel_group[layer.ep_group_name]
+        found.setdefault((_group_ranks(data), _group_ranks(layer.ep_group)))
+    if not found:
+        return ()
+    if len(found) > 1:
+        raise InputError(f"the engine's expert layers have several groups, {[list(map(list, one)) for one in found]}")
+    (data, experts), mend = next(iter(found)), "build the engine with deepspeed.initialize on all of its ranks"
+    if zero_stage(engine) == 3:
+        for name, param in engine.module.named_parameters():
+            if _is_expert(param) and _group_ranks(param.ds_process_group) != data:
+                raise InputError(
+                    f"{name} is partitioned over ranks {list(_group_ranks(param.ds_process_group))}, not "
+                    f"over its expert-data-parallel ranks {list(data)}"
+                )
+    return _grid(data, experts, "expert-parallel", mend)
+
+
+def _grid(data: tuple[int, ...], other: tuple[int, ...], kind: str, mend: str) -> RankGrid:
+    me = dist.get_rank()
+    grid = tuple(tuple(column + rank - me for column in data) for rank in other)
     everyone = [rank for column in grid for rank in column]
-    if me not in data or me not in tensor or len(set(everyone)) != len(everyone):
+    if me not in data or me not in other or len(set(everyone)) != len(everyone):
         raise InputError(
-            f"rank {me}: data-parallel ranks {list(data)} and tensor-parallel ranks {list(tensor)} make no grid; "
-            "let AutoTP cut the model before ZeRO-3 partitions it (no deepspeed.zero.Init)"
+            f"rank {me}: data-parallel ranks {list(data)} and {kind} ranks {list(other)} make no grid; {mend}"
         )
     return grid
 
@@ -168,19 +226,28 @@ def engine_tensors(engine: Any) -> tuple[list[HeldTensor], dict[str, str]]:
     the aliases (tied name -> name), found by identity. Raises InputError where a cut cannot be read."""
     module, stage = engine.module, zero_stage(engine)
     place = _tensor_ranks(engine).index(dist.get_rank())
+    grid = expert_ranks(engine)
     held: dict[int, HeldTensor] = {}
     aliases: dict[str, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        if id(param) not in held:
-            held[id(param)] = _held_parameter(name, param, stage == 3, place)
-        else:
+        if id(param) in held:
             aliases[name] = held[id(param)].name
+        elif _is_expert(param):
+            held[id(param)] = _held_parameter(name, param, stage == 3, _place(grid)[0], grid)
+        else:
+            held[id(param)] = _held_parameter(name, param, stage == 3, place)
     for name, buffer in _persistent_buffers(module):
         if id(buffer) not in held:
             held[id(buffer)] = HeldTensor(name, tuple(buffer.shape), _dtype(buffer), None, False, buffer, True)
         else:
             aliases[name] = held[id(buffer)].name
     return list(held.values()), aliases
+
+
+def _place(grid: RankGrid) -> tuple[int, int]:
+    """Where this rank is: which data-parallel group of the grid, which rank of it."""
+    me = dist.get_rank()
+    return next((at, column.index(me)) for at, column in enumerate(grid) if me in column)
 
 
 def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -194,18 +261,32 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _held_parameter(name: str, param: Any, partitioned: bool, place: int) -> HeldTensor:
+def _held_parameter(name: str, param: Any, partitioned: bool, place: int, ranks: RankGrid = ()) -> HeldTensor:
     mine = tuple(param.ds_shape if partitioned else param.shape)
     dtype = _dtype(param.ds_tensor if partitioned else param)
-    shape, cut = _cut_of(name, param, mine)
+    shape, cut = _experts_of(name, param, mine, len(ranks)) if ranks else _cut_of(name, param, mine)
     if cut is not None:
         said = (*shape[: cut.dim], cut.widths[place], *shape[cut.dim + 1 :])
         if said != mine:
             raise InputError(
                 f"parameter {name}: this rank holds {list(mine)}, its cut says {list(said)}: the engine's weights were "
-                "replaced after AutoTP cut them"
+                f"replaced after {'AutoEP' if ranks else 'AutoTP'} cut them"
             )
-    return HeldTensor(name, shape, dtype, cut, partitioned, param)
+    return HeldTensor(name, shape, dtype, cut, partitioned, param, ranks=ranks)
+
+
+def _experts_of(name: str, param: Any, mine: tuple[int, ...], degree: int) -> tuple[tuple[int, ...], ShardRuns | None]:
+    """The logical shape of a tensor of all experts, and which of them each expert-parallel rank holds (None: all)."""
+    found = (getattr(param, _AUTOEP_META, None) or {}).get("affine_map")
+    if not found:
+        raise InputError(f"parameter {name} holds experts but not which: only AutoEP's layers can be read")
+    table = import_affine("affine", alone=True).ParamAffineMap.from_dict(found)
+    shape = tuple(int(size) for size in table.logical_shape)
+    if len(table.shard_shapes) != degree:
+        raise InputError(f"parameter {name} is cut over {len(table.shard_shapes)} ranks, its group has {degree}")
+    if degree == 1 and shape == mine:
+        return shape, None
+    return shape, _runs_of(name, shape, table.shard_shapes, table)
 
 
 def _cut_of(name: str, param: Any, mine: tuple[int, ...]) -> tuple[tuple[int, ...], ShardRuns | None]:
@@ -256,29 +337,31 @@ def _runs_of(name: str, shape: tuple[int, ...], shards: Mapping[int, tuple[int, 
 def master_groups(engine: Any) -> tuple[str, list[MasterGroup]]:
     """How the engine keeps its master weights, and the parameters that have one.
 
-    ``"flat"``: each group flattened into one buffer that is cut evenly over the data-parallel ranks (ZeRO-1/2);
+    ``"flat"``: each group flattened into one buffer that is cut evenly over its data-parallel ranks (ZeRO-1/2);
     ``"parts"``: each parameter cut evenly by itself (ZeRO-3; one group per sub-group); ``"whole"``: on every rank.
     Parameters that are frozen or have no elements have none. Raises InputError where the engine has no optimizer.
     """
     optimizer = _optimizer(engine)
     names = {id(param): name for name, param in engine.module.named_parameters()}
-    ranks = len(engine_ranks(engine)[0])
+    grids = {False: engine_ranks(engine), True: expert_ranks(engine)}
+    start = int(getattr(optimizer, "nccl_start_alignment_factor", 1))
 
-    def group(params: Sequence[Any], flats: Any, *alignments: int) -> MasterGroup:
+    def group(params: Sequence[Any], flats: Any, tensor_alignment: int = 1) -> MasterGroup:
         held = (flats,) * len(params) if isinstance(flats, torch.Tensor) else tuple(flats)
-        return MasterGroup(tuple(names[id(param)] for param in params), held, *alignments)
+        grid = grids[bool(params) and _is_expert(params[0])]
+        alignment, place = start * len(grid[0]), _place(grid)[1]
+        return MasterGroup(tuple(names[id(param)] for param in params), held, alignment, tensor_alignment, place)
 
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         parts = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
         return "parts", [group(params, flat) for params, flat in parts]
-    alignment = int(getattr(optimizer, "nccl_start_alignment_factor", 1)) * ranks
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
         pairs = zip(optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
         aligned = bool(optimizer.parameter_alignment)
-        return "flat", [group(p, flat, alignment, _sixteen_bytes(p[0]) if aligned else 1) for p, flat in pairs]
+        return "flat", [group(p, flat, _sixteen_bytes(p[0]) if aligned else 1) for p, flat in pairs]
     if hasattr(optimizer, "fp32_groups_flat_partition"):
         pairs = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
-        return "flat", [group(params, flat, alignment) for params, flat in pairs]
+        return "flat", [group(params, flat) for params, flat in pairs]
     if hasattr(optimizer, "fp16_groups"):
         flats = getattr(optimizer, "fp32_groups_flat", None) or optimizer.fp32_groups
         return "whole", [group(params, flat) for params, flat in zip(optimizer.fp16_groups, flats, strict=True)]
@@ -316,11 +399,10 @@ def optimizer_state(engine: Any, flat: torch.Tensor, key: str) -> torch.Tensor:
 
 def master_fragments(engine: Any) -> Iterator[Fragment]:
     """Where this rank's master weights lie. Same errors as ``master_groups``; also where a part is not in memory."""
-    optimizer, me = _optimizer(engine), dist.get_rank()
+    optimizer = _optimizer(engine)
     kind, groups = master_groups(engine)
-    place = next(column.index(me) for column in engine_ranks(engine) if me in column)
     if kind == "parts":
-        yield from _partition_fragments(optimizer, groups, place)
+        yield from _partition_fragments(optimizer, groups)
         return
     for index, group in enumerate(groups):
         if kind == "whole" and len(set(map(id, group.flats))) == len(group.flats):
@@ -328,7 +410,7 @@ def master_fragments(engine: Any) -> Iterator[Fragment]:
                 yield Fragment(name, master, 0, 0, master.numel(), master.numel())
             continue
         sizes, offsets, part = _flat_group(optimizer, index)
-        yield from _in_flat(group, index, sizes, offsets, place * part if kind == "flat" else 0, part)
+        yield from _in_flat(group, index, sizes, offsets, group.place * part if kind == "flat" else 0, part)
 
 
 def _flat_group(optimizer: Any, index: int) -> tuple[list[int], list[int], int]:
@@ -353,14 +435,14 @@ def _in_flat(
             yield Fragment(name, _present(flat, part, index), begin - lo, begin - at, end - begin, end - begin)
 
 
-def _partition_fragments(optimizer: Any, groups: Sequence[MasterGroup], place: int) -> Iterator[Fragment]:
+def _partition_fragments(optimizer: Any, groups: Sequence[MasterGroup]) -> Iterator[Fragment]:
     for index, group in enumerate(groups):
         params = optimizer.fp16_groups[index]
         parts = [int(param.partition_numel()) for param in params]
         at = 0
         for name, flat, param, part in zip(group.names, group.flats, params, parts, strict=True):
             _present(flat, sum(parts), index)
-            start = min(place * part, int(param.ds_numel))
+            start = min(group.place * part, int(param.ds_numel))
             yield Fragment(name, flat, at, start, min(part, int(param.ds_numel) - start), part)
             at += part
 

@@ -74,7 +74,9 @@ def describe_engine(engine: Any, state: str = WEIGHTS) -> dict[str, Any]:
     compares it). A rank that holds the engine calls this; no communication.
 
     ``ranks``: global ranks, for each tensor-parallel rank its data-parallel group in the order of the partitions;
-    ``tensors``: [name, logical shape, dtype, spread, number of its cut] in model order; ``aliases``: tied name -> name.
+    ``grids``: the same for tensors over other ranks, for each expert-parallel rank its data-parallel group;
+    ``tensors``: [name, logical shape, dtype, spread, number of its cut, number of its grid] in model order (None: not
+    cut, over ``ranks``); ``aliases``: tied name -> name.
     Raises InputError where the engine or the state cannot be read.
     """
     title, ranks = f"zero{zero_stage(engine)} {state}", engine_ranks(engine)
@@ -100,7 +102,7 @@ def _refuse_empty_shards(ranks: tuple[tuple[int, ...], ...], tensors: list[HeldT
     """Where a tensor-parallel rank holds nothing of a weight, DeepSpeed leaves the weight out of that rank's groups."""
     for held in tensors:
         for place, width in enumerate(held.cut.widths if held.cut is not None else ()):
-            if width == 0 and 0 not in held.shape:
+            if width == 0 and 0 not in held.shape and not held.ranks:
                 raise InputError(
                     f"tensor-parallel rank {place} (ranks {list(ranks[place])}) holds nothing of {held.name} "
                     f"{list(held.shape)}, so its optimizer groups are others: use at most as many tensor-parallel "
@@ -142,7 +144,7 @@ def _check_fragments(engine: Any, description: Mapping[str, Any], layout: Layout
     """Raise LayoutError where this rank's masters do not lie where the engine's groups say."""
     me = dist.get_rank()
     live = {fragment.name: fragment for fragment in master_fragments(engine)}
-    for name, _, _, _, cut in description["tensors"]:
+    for name, _, _, _, cut, _ in description["tensors"]:
         place, own = layout.placements[name], live.get(name)
         rows = place.pieces_of(me)
         steps = row_major_strides(layout.specs[name].shape)

@@ -162,14 +162,17 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def guard(self, on_trouble: Callable[[], None]) -> Iterator[None]:
-        """Call ``on_trouble`` once, from another thread, when a rank is lost or publishes a failure in this context."""
+        """Call ``on_trouble`` once, from another thread, when a rank is lost or publishes a failure in this context.
+
+        Inside another such context the inner one's call stands, and the outer one's again once the inner has ended.
+        """
         with self._lock:
-            self._on_trouble = on_trouble
+            outer, self._on_trouble = self._on_trouble, on_trouble
         try:
             yield
         finally:
             with self._lock:
-                self._on_trouble = None
+                self._on_trouble = outer
 
     def _key(self, what: int | str) -> str:
         return f"{self._prefix}/{what}"

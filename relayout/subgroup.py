@@ -13,7 +13,7 @@ started. All ranks of one engine need it installed, also for an engine over the 
 engine. The checks run in a forward pass whenever a new trace is recorded, so leave it installed while engines train.
 
 Below ZeRO-3 and under AutoTP an engine looks for its groups in process-wide variables; it trains among its own
-(``own_groups``). Not for checkpoints: ``save_checkpoint`` waits for the whole world.
+(``own_groups``). It saves and loads checkpoints among its own ranks (``own_checkpoint``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ _OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 
 #: Settings that make groups over the world or belong to another stage: refused on a part of the world.
 _WORLD_ONLY = (
-    ("expert_parallel.enabled", (None, False)),
     ("sequence_parallel_size", (None, 1)),
     ("zero_optimization.zero_hpz_partition_size", (None, 1)),
     ("zero_optimization.zero_quantized_gradients", (None, False)),
@@ -275,10 +274,12 @@ class _Gather:
 
 
 def _common_group(module: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The group over which all of the module's parameters are partitioned, or None (the world) where they differ."""
+    """The group over which the module's parameters are partitioned, the largest one where experts are partitioned over
+    parts of it, or None (the world) where parameters are partitioned over others."""
     groups = {id(p.ds_process_group): p.ds_process_group for p in module.parameters() if hasattr(p, "ds_process_group")}
-    ranks = {tuple(dist.get_process_group_ranks(group)) for group in groups.values()}
-    return next(iter(groups.values())) if len(ranks) == 1 else None
+    ranks = {key: set(dist.get_process_group_ranks(group)) for key, group in groups.items()}
+    widest = max(ranks, key=lambda key: len(ranks[key]), default=None)
+    return groups[widest] if widest is not None and all(r <= ranks[widest] for r in ranks.values()) else None
 
 
 _Maker = Callable[[Scoping, _Function], _Function]
@@ -381,13 +382,15 @@ def initialize_over(
     The ranks of the group call this, with equal models and configs, inside ``subgroup_engines()``; other ranks need not
     even import DeepSpeed. ``options`` go to ``deepspeed.initialize``. DeepSpeed's process-wide groups are as before
     afterwards, so an engine over other ranks can follow. Any ZeRO stage; ``tensor_parallel.autotp_size`` needs a
-    ``grid`` of the group's ranks (``own_groups.make_grid``). Raises InputError for a rank outside the group, or for
-    settings that need the whole world; PlanDisagreement where the ranks' parameters differ in order, name or shape.
+    ``grid`` of the group's ranks (``own_groups.make_grid``), and so does ``expert_parallel`` on a part of the world
+    (over all of it, DeepSpeed makes groups of experts for each engine that is given none). Raises InputError for a rank
+    outside the group, or for settings that need the whole world; PlanDisagreement where the ranks' parameters differ in
+    order, name or shape.
     """
     if group is None or dist.get_rank(group) < 0:
         raise InputError(f"rank {dist.get_rank()} is not in the group: call initialize_over on the group's ranks only")
     partial = dist.get_world_size(group) < dist.get_world_size()
-    stage = _check_config(config, partial, 1 if grid is None else grid.degree)
+    stage = _check_config(config, partial, grid)
     if "LOCAL_RANK" not in os.environ:
         raise InputError("LOCAL_RANK is not set: DeepSpeed needs it; start the ranks with torchrun or set it yourself")
     import deepspeed
@@ -406,9 +409,11 @@ def initialize_over(
     return engine
 
 
-def _check_config(config: Mapping[str, Any], partial: bool, degree: int) -> int:
+def _check_config(config: Mapping[str, Any], partial: bool, grid: Grid | None) -> int:
     """The ZeRO stage."""
-    wanted = _setting(config, "tensor_parallel.autotp_size") or 1
+    wanted, degree = _setting(config, "tensor_parallel.autotp_size") or 1, 1 if grid is None else grid.degree
+    if _setting(config, "expert_parallel.enabled"):
+        _check_experts(_setting(config, "expert_parallel.autoep_size") or 1, wanted, partial, grid)
     if wanted != degree:
         raise InputError(
             f"tensor_parallel.autotp_size is {wanted}, the grid's {degree}: make one on every rank of the world with "
@@ -424,6 +429,24 @@ def _check_config(config: Mapping[str, Any], partial: bool, degree: int) -> int:
         if partial and value not in valid:
             raise InputError(f"{path} = {value!r} makes groups over the whole world: leave it out on a part of it")
     return int(stage)
+
+
+def _check_experts(size: int, tensor_parallel: int, partial: bool, grid: Grid | None) -> None:
+    if tensor_parallel > 1:
+        raise InputError(
+            f"tensor_parallel.autotp_size = {tensor_parallel} together with expert_parallel.enabled = True: engines "
+            "with AutoTP and AutoEP at once cannot be read; leave one of them out"
+        )
+    if grid is None and partial:
+        raise InputError(
+            "expert_parallel.enabled = True makes groups over the whole world: on a part of it, make a grid on every "
+            f"rank of the world with own_groups.make_grid(ranks, expert_parallel={size}) and give it as grid="
+        )
+    if grid is not None and grid.expert_degree != size:
+        raise InputError(
+            f"expert_parallel.autoep_size is {size}, the grid's {grid.expert_degree}: make one on every rank of the "
+            f"world with own_groups.make_grid(ranks, expert_parallel={size})"
+        )
 
 
 def _setting(config: Mapping[str, Any], path: str) -> Any:

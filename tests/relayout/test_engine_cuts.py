@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from relaymeter.errors import InputError
+from relaymeter.errors import InputError, LayoutError
 from relaymeter.relayout import engine_layout, engine_reading
 from relaymeter.relayout.affine_maps import import_affine
 from relaymeter.relayout.cuts import Cut, Widths
 from relaymeter.relayout.engine_reading import HeldTensor, ShardRuns
 from relaymeter.relayout.layout import TensorSpec
 from relaymeter.relayout.meshes import mesh_layout
-from relaymeter.relayout.partitions import zero12_layout
+from relaymeter.relayout.partitions import zero3_layout, zero12_layout
 
 affine: Any = import_affine("affine", alone=True)
 
@@ -112,3 +112,39 @@ def test_a_description_gives_the_builders_layout_on_any_rank() -> None:
     assert all(place.signature == wanted.placements[name].signature for name, place in built.placements.items())
     assert built.placements["norm"].storage == {0: 6, 1: 6}
     assert built.placements["up"].storage == {0: 12, 2: 20, 1: 10, 3: 18}
+
+
+def test_experts_lie_over_ranks_of_their_own_beside_the_other_tensors() -> None:
+    halves = ShardRuns(0, (3, 3), (((0, 0, 3),), ((3, 0, 3),)))
+    columns = ((0, 2), (1, 3))
+    experts = [HeldTensor(name, (6, 5), "bfloat16", halves, True, None, ranks=columns) for name in ("w1", "w2")]
+    dense = HeldTensor("norm", (7,), "bfloat16", None, True, None)
+    tensors, ranks, mesh = [experts[0], dense, experts[1]], ((0, 1, 2, 3),), [[0, 1], [2, 3]]
+    cuts = {"w1": Cut(0), "w2": Cut(0)}
+    specs = {held.name: TensorSpec(held.name, held.shape, "float32") for held in tensors}
+    mine = {name: specs[name] for name in cuts}
+    groups = [engine_reading.MasterGroup(("norm",), (), 8), engine_reading.MasterGroup(("w2", "w1"), (), 4)]
+    wanted = {
+        "whole": (
+            mesh_layout(mine, cuts, mesh, 4),
+            mesh_layout({"norm": specs["norm"]}, {"norm": Cut(None)}, [[rank] for rank in range(4)], 4),
+        ),
+        "parts": (zero3_layout(mine, mesh, 4, cuts=cuts), zero3_layout({"norm": specs["norm"]}, range(4), 4)),
+        "flat": (
+            zero12_layout(mine, mesh, 4, cuts=cuts, groups=[["w2", "w1"]]),
+            zero12_layout({"norm": specs["norm"]}, range(4), 4),
+        ),
+    }
+    for spread, layouts in wanted.items():
+        rows = [(held, "float32", spread) for held in tensors]
+        found = engine_layout.describe("e", ranks, rows, {}, groups if spread == "flat" else ())
+        built = engine_layout.build_layout(json.loads(json.dumps(found)), 4)
+        assert list(built.specs) == ["w1", "norm", "w2"]
+        places = layouts[0].placements | dict(layouts[1].placements)
+        assert {name: place.signature for name, place in built.placements.items()} == {
+            name: place.signature for name, place in places.items()
+        }
+    assert "w1 [6, 5] float32, flat, cut to [3, 3], over ranks [[0, 2], [1, 3]]" in engine_layout.labels(found)
+    mixed = engine_layout.describe("e", ranks, rows, {}, [engine_reading.MasterGroup(("norm", "w1"), (), 8)])
+    with pytest.raises(LayoutError, match="the group of norm is spread over 2 sets of ranks"):
+        engine_layout.build_layout(mixed, 4)

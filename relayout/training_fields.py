@@ -30,6 +30,8 @@ __all__ = [
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 #: Entries of a parameter group that say what the group is, not how it is trained.
 _IDENTITY = ("params", "param_names", "name", "moe")
+#: Host copies that DeepSpeed's offload leaves among the optimizer's states: no state of their own.
+_HOST_COPY = "_offload_buffer"
 #: What a ZeRO or fp16 optimizer keeps of loss scaling beside its scaler.
 _SCALING_FLAGS = ("dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale", "overflow")
 
@@ -87,6 +89,8 @@ def read_fields(engine: Any) -> dict[str, Any]:
         homes.append(list(names))
         state = base.state.get(flat, {})
         for key, value in state.items():
+            if str(key).endswith(_HOST_COPY):
+                continue
             moves = _per_weight(flat, value)
             told = None if moves else encode(value, f"optimizer state {key} of {names[0] if names else 'no parameter'}")
             for name in names:
@@ -155,7 +159,8 @@ def write_fields(engine: Any, wanted: Mapping[str, Any]) -> None:
             continue
         state = base.state[flat]
         for key in [key for key in state if key not in fields and key not in weights]:
-            del state[key]
+            if not str(key).endswith(_HOST_COPY):
+                del state[key]
         for key, value in fields.items():
             _put(state, key, decode(value, device))
     for name, value in wanted["engine"].items():

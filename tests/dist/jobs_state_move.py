@@ -14,6 +14,7 @@ from pool import Seat
 
 from relaymeter.relayout.execute import Hooks
 from relaymeter.relayout.plain_state import field_differences
+from relaymeter.relayout.release import release, released, restore
 from relaymeter.relayout.state_move import TrainingStateMove
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.training_fields import read_fields
@@ -72,7 +73,12 @@ def repeats(seat: Seat) -> dict[str, Any]:
     for number, move in enumerate(there):
         move.run(prove=True)
         found[f"there {number}"] = [move.verify().ok, differing(large, small)]
+        if number == 1 and large is not None:  # in between the idle engine has no memory
+            freed = release(large)
+            found["freed"] = [freed > 0, released(large)]
         step(small)
+        if number == 1 and large is not None:
+            restore(large)
         back = back or TrainingStateMove(small, large, topology=topology)
         timing = back.run()
         found[f"back {number}"] = [back.verify().ok, differing(small, large), timing.allocated_bytes]

@@ -16,6 +16,7 @@ def test_a_move_planned_once_carries_what_was_trained_since(ranks: Any) -> None:
             assert each[f"there {number}"] == [True, []], rank
             assert each[f"back {number}"] == [True, [], 0], rank
         assert each["steps"] == 2 + 3 * 2
+        assert each["freed"] == [True, True]
         # 58 values (57 and a padded one) or 57 of master and two moments: each arrives once
         assert each["bytes"] == [57 * 3 * 4] * 3
 

@@ -179,7 +179,12 @@ def _add_pricing(parser: argparse.ArgumentParser, scenario: argparse._MutuallyEx
     else:
         scenario.add_argument("--scenario", **options)
     parser.add_argument(
-        "--move", action="append", metavar="NAME", help="only this move of the scenario (may be repeated; default all)"
+        "--move",
+        *(() if scenario is None else ("--change",)),
+        dest="move",
+        action="append",
+        metavar="NAME",
+        help=f"only this move {'' if scenario is None else 'or change '}of the scenario (may be repeated; default all)",
     )
     parser.add_argument(
         "--bucket-bytes",
@@ -270,9 +275,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     run = add(
         "run",
-        "move real weights by every route, check every bit, and table predicted against measured",
+        "move real weights by every route, or whole training states between live engines, and check every bit",
         "relaymeter run --profile profile.json --scenario smoke --json rows.jsonl\n"
         "  relaymeter run --suite transitions --nic 400mbit\n"
+        "  relaymeter run --suite state-matrix --change z3-4-2-4\n"
+        "  relaymeter run --scenario dp4-dp2-dp4\n"
+        "  relaymeter run --scenario offload\n"
         "  relaymeter run --plan plan.json\n"
         "  relaymeter run --scenario transitions --move tp4-tp2x2 --nodes 2 --ranks-per-node 4 --max-extra 2MiB",
     )
@@ -281,7 +289,8 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--suite",
         metavar="NAME|FILE.toml",
-        help="scenario with defaults of its own for planner, executor, repeats and ranks, in one table: transitions",
+        help="scenario with defaults of its own, in one table: transitions (weights by every route) or state-matrix "
+        "(training states by every change of engine)",
     )
     what.add_argument(
         "--plan",
@@ -306,7 +315,12 @@ def build_parser() -> argparse.ArgumentParser:
         "buffers counted) a rank holds at most SIZE more than the larger of its two layouts, and the old replica is "
         "given up as it is read",
     )
-    run.add_argument("--repeats", type=_count, metavar="N", help="timed repeats of a row (default 5, or the suite's)")
+    run.add_argument(
+        "--repeats",
+        type=_count,
+        metavar="N",
+        help="timed repeats of a row (default 5, or the suite's); or rounds of a training state",
+    )
     run.add_argument(
         "--move-limit", type=_seconds, default=60.0, metavar="SECONDS", help="limit of one move (default 60)"
     )

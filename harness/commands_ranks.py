@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from relaymeter.calibration.fingerprint import machine_facts
 from relaymeter.calibration.profiles import Profile, differences, from_json
 from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.calibration.profiles import save as save_profile
-from relaymeter.errors import EXIT_OK, InputError
+from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError, RelaymeterError
 from relaymeter.harness import emit
-from relaymeter.harness.jobs import CalibrateJob, ClusterConfig, RunJob, dump
+from relaymeter.harness.jobs import CalibrateJob, ClusterConfig, Job, dump
 from relaymeter.harness.launch import ClusterSpec, WorldHint, already_in_world, launch
 from relaymeter.records import check_target, dump_json, load_json, write_text
 
@@ -32,14 +32,14 @@ __all__ = [
     "check_targets",
     "check_world",
     "describe_cluster",
+    "is_shaped",
     "open_profile",
     "shapeable",
     "work_together",
+    "write_all",
 ]
 
 _CALIBRATE_LIMIT_S = 600.0
-_RUN_LIMIT_S = 1800.0
-Job = CalibrateJob | RunJob
 
 
 def calibrate(args: argparse.Namespace) -> int:
@@ -100,6 +100,27 @@ def check_results(root: Path, machine_id: str) -> None:
         raise InputError(
             f"--results {root}: {home} is no folder that can be written ({text}): choose another"
         ) from error
+
+
+def write_all(args: argparse.Namespace, writers: Mapping[str, Callable[[], None]]) -> int:
+    """Call the writer of each option that was given, whatever became of the others; an error is one line on standard
+    error. Returns an exit code."""
+    code = EXIT_OK
+    for name, write in writers.items():
+        if getattr(args, name) is None:
+            continue
+        try:
+            write()
+        except (OSError, RelaymeterError) as error:
+            text = f"{error.strerror or error}: {error.filename}" if isinstance(error, OSError) else str(error)
+            print(f"relaymeter: --{name} was not written: {text}", file=sys.stderr)
+            code = EXIT_USAGE
+    return code
+
+
+def is_shaped(cluster: ClusterConfig | None) -> bool:
+    """Whether the kernel holds the rates of this cluster's NICs; None: a world that was joined."""
+    return cluster is not None and cluster.shape and cluster.nic_rate_bytes_per_s is not None
 
 
 def open_profile(path: Path, allow_mismatch: bool) -> tuple[Profile, tuple[str, ...]]:

@@ -2,32 +2,23 @@
 
 The parent settles what moves (a scenario, a suite or a plan), on which ranks and with which prices, and refuses what
 does not fit before a rank starts; the ranks do the job (``run.run_job``), and the parent gives the verdict on their
-rows. In a world that was joined, each rank does the job and rank 0 does the rest.
+rows. In a world that was joined, each rank does the job and rank 0 does the rest. Scenarios of the other kinds go to
+``commands_state``.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
-import secrets
-import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-import relaymeter
-from relaymeter.calibration.fingerprint import machine_facts
 from relaymeter.calibration.profiles import Profile
 from relaymeter.calibration.profiles import save as save_profile
-from relaymeter.errors import EXIT_OK, EXIT_RANK_LOST, EXIT_USAGE, EXIT_WRONG_BITS, InputError, RelaymeterError
+from relaymeter.errors import EXIT_OK, EXIT_RANK_LOST, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import emit, emit_run
 from relaymeter.harness.commands_ranks import (
     asked_cluster,
@@ -35,10 +26,13 @@ from relaymeter.harness.commands_ranks import (
     check_targets,
     check_world,
     describe_cluster,
+    is_shaped,
     open_profile,
     shapeable,
     work_together,
+    write_all,
 )
+from relaymeter.harness.commands_state import run_state
 from relaymeter.harness.config import ExecutorChoice, PlannerChoice, Scenario, SuiteConfig, check
 from relaymeter.harness.jobs import ClusterConfig, Fault, RunJob, RunStamp
 from relaymeter.harness.launch import already_in_world
@@ -53,10 +47,11 @@ from relaymeter.harness.moves import (
 )
 from relaymeter.harness.plan_file import PlanFile, load_plan
 from relaymeter.harness.plots import check_plot, plot_rows
-from relaymeter.harness.scenario import load_scenario, load_suite
+from relaymeter.harness.results import keep_results, machine_id, make_stamp
+from relaymeter.harness.scenario import load_any, load_suite
 from relaymeter.harness.verdict import judge, notes
 from relaymeter.policies.choose import choose
-from relaymeter.records import MoveRecord, dump_lines, write_text
+from relaymeter.records import MoveRecord, dump_lines
 from relaymeter.relayout.topology import Topology
 from relaymeter.units import counted, format_bytes
 
@@ -81,8 +76,14 @@ class _Asked:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Move, verify, table. Returns the exit code of the verdict."""
-    asked = _asked(args)
+    """Move, verify, table: what the kind of the scenario says. Returns the exit code of the verdict."""
+    if args.plan is not None:
+        return _run_weights(args, _planned(args))
+    scenario = load_any(args.scenario) if args.suite is None else load_suite(args.suite)
+    return _run_weights(args, _asked(args, scenario)) if isinstance(scenario, Scenario) else run_state(args, scenario)
+
+
+def _run_weights(args: argparse.Namespace, asked: _Asked) -> int:
     scenario = asked.scenario
     if scenario.source.kind != "zero3":
         raise InputError(
@@ -98,9 +99,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot, force=args.force)
     check_targets(json=args.json, plot=args.plot)
-    machine_id = _machine_id() if profile is None else profile.machine_id
+    machine = machine_id() if profile is None else profile.machine_id
     if args.results is not None:
-        check_results(args.results, machine_id)
+        check_results(args.results, machine)
     hint = already_in_world()
     check_world(args, hint)
     cluster = None
@@ -131,45 +132,40 @@ def run(args: argparse.Namespace) -> int:
         allow_mismatch=args.allow_mismatch,
         nic_per=args.nic_per if hint else None,
         fault=Fault(kind=args.fault[0], rank=args.fault[1]) if args.fault else None,
-        stamp=RunStamp(
-            utc=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            launch_id=secrets.token_hex(4),
-            machine_id=machine_id,
-            commit=_commit(),
-            mismatch=mismatch,
-            shaped=cluster is not None and cluster.shape and cluster.nic_rate_bytes_per_s is not None,
-        ),
+        stamp=make_stamp(machine, shaped=is_shaped(cluster), mismatch=mismatch),
     )
     code, result = work_together(job, cluster, hint, out)
     if result is None:
         return code
     rows = [MoveRecord.from_dict(entry) for entry in result["rows"]]
-    return _report(args, rows, code, profile, mismatch, scenario, out)
+    return _report(args, rows, code, profile, job, out)
 
 
-def _asked(args: argparse.Namespace) -> _Asked:
-    """What the command line asks for. Raises InputError where a plan settles already what an option says again."""
-    planner, executor, repeats = args.planner, args.executor, args.repeats
-    if args.plan is not None:
-        for option in ("move", "bucket_bytes", "planner", "executor"):
-            if getattr(args, option) is not None:
-                name = option.replace("_", "-")
-                raise InputError(f"--plan {args.plan} settles --{name} already: leave it out, or plan it again")
-        plan = load_plan(args.plan)
-        nodes = plan.topology.nodes
-        cluster = ClusterConfig(
-            nodes=nodes,
-            ranks_per_node=plan.topology.world_size // nodes,
-            nic_per="node" if len(set(plan.topology.nic)) < plan.topology.world_size else "rank",
-        )
-        return _Asked(plan.scenario, plan.planner, plan.executor, repeats or SuiteConfig().repeats, None, cluster, plan)
-    scenario = load_scenario(args.scenario) if args.suite is None else load_suite(args.suite)
+def _planned(args: argparse.Namespace) -> _Asked:
+    """What a plan asks for. Raises InputError where the plan settles already what an option says again."""
+    for option in ("move", "bucket_bytes", "planner", "executor"):
+        if getattr(args, option) is not None:
+            name = option.replace("_", "-")
+            raise InputError(f"--plan {args.plan} settles --{name} already: leave it out, or plan it again")
+    plan = load_plan(args.plan)
+    nodes = plan.topology.nodes
+    cluster = ClusterConfig(
+        nodes=nodes,
+        ranks_per_node=plan.topology.world_size // nodes,
+        nic_per="node" if len(set(plan.topology.nic)) < plan.topology.world_size else "rank",
+    )
+    repeats = args.repeats or SuiteConfig().repeats
+    return _Asked(plan.scenario, plan.planner, plan.executor, repeats, None, cluster, plan)
+
+
+def _asked(args: argparse.Namespace, scenario: Scenario) -> _Asked:
+    """What the command line asks for, completed by the suite."""
     suite = scenario.suite if args.suite is not None and scenario.suite is not None else SuiteConfig()
     return _Asked(
         scenario=select_moves(scenario, args.move),
-        planner=planner or suite.planner,
-        executor=executor or suite.executor,
-        repeats=repeats or suite.repeats,
+        planner=args.planner or suite.planner,
+        executor=args.executor or suite.executor,
+        repeats=args.repeats or suite.repeats,
         bucket_bytes=args.bucket_bytes or suite.bucket_bytes,
         cluster=ClusterConfig(nodes=suite.nodes, ranks_per_node=suite.ranks_per_node),
         plan=None,
@@ -242,8 +238,7 @@ def _report(
     rows: list[MoveRecord],
     code: int,
     profile: Profile | None,
-    mismatch: Sequence[str],
-    scenario: Scenario,
+    job: RunJob,
     out: emit.Output,
 ) -> int:
     """Everything that follows from the rows, the verdict first. Returns its exit code, or, where the verdict is not
@@ -251,10 +246,12 @@ def _report(
     verdict = judge(rows, code)
     if code != EXIT_OK:
         done = len({row.move for row in rows})
-        out.say(f"stopped after {done} of {counted(len(scenario.moves), 'move')}: the rows of what had finished follow")
+        out.say(
+            f"stopped after {done} of {counted(len(job.scenario.moves), 'move')}: the rows of what had finished follow"
+        )
     for line in verdict.lines:
         out.say(line)
-    for text in mismatch:
+    for text in job.stamp.mismatch:
         out.say(f"profile of another machine: {text}")
     if rows:
         out.say(emit_run.run_headline(rows, suite=args.suite is not None))
@@ -270,36 +267,23 @@ def _report(
     if out.exit_code != EXIT_OK:
         for line in verdict.lines:
             print(f"relaymeter: {line}", file=sys.stderr)
-    failed = _write(args, rows, profile, scenario, out) or out.exit_code
+    failed = _write(args, rows, profile, job, out) or out.exit_code
     return verdict.exit_code if failed == EXIT_OK or verdict.exit_code in (EXIT_WRONG_BITS, EXIT_RANK_LOST) else failed
 
 
 def _write(
-    args: argparse.Namespace, rows: list[MoveRecord], profile: Profile | None, scenario: Scenario, out: emit.Output
+    args: argparse.Namespace, rows: list[MoveRecord], profile: Profile | None, job: RunJob, out: emit.Output
 ) -> int:
-    """Write what was asked for, each whatever became of the others; an error is one line. Returns an exit code."""
-    code = EXIT_OK
+    """Write what was asked for, each whatever became of the others. Returns an exit code."""
 
     def plot() -> None:
         plot_rows(rows, args.plot, force=args.force)
         out.say(f"plot: {args.plot}")
 
     def keep() -> None:
-        out.say(f"results: {_keep(args.results, rows, profile, scenario)}")
+        out.say(f"results: {_keep(args.results, rows, profile, job.scenario, job.stamp)}")
 
-    writers: tuple[tuple[str, Callable[[], None]], ...] = (
-        ("json", lambda: out.json(dump_lines(rows))), ("plot", plot), ("results", keep)
-    )  # fmt: skip
-    for name, write in writers:
-        if getattr(args, name) is None:
-            continue
-        try:
-            write()
-        except (OSError, RelaymeterError) as error:
-            text = f"{error.strerror or error}: {error.filename}" if isinstance(error, OSError) else str(error)
-            print(f"relaymeter: --{name} was not written: {text}", file=sys.stderr)
-            code = EXIT_USAGE
-    return code
+    return write_all(args, {"json": lambda: out.json(dump_lines(rows)), "plot": plot, "results": keep})
 
 
 def _cluster_mismatch(args: argparse.Namespace, profile: Profile, cluster: ClusterConfig | None) -> tuple[str, ...]:
@@ -314,35 +298,10 @@ def _cluster_mismatch(args: argparse.Namespace, profile: Profile, cluster: Clust
     return (text,)
 
 
-def _machine_id() -> str:
-    """What stands for the machine where no profile has a fingerprint: a hash of what any process can state of it."""
-    return hashlib.sha256(json.dumps(machine_facts(), sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _commit() -> str | None:
-    """Revision of the checkout this package runs from, with ``-dirty`` where files differ; None outside a checkout."""
-    root = Path(relaymeter.__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return found.stdout.strip() or None
-    return None
-
-
-def _keep(root: Path, rows: list[MoveRecord], profile: Profile | None, scenario: Scenario) -> Path:
-    """Write ``<root>/<machine>/<UTC>_<commit>_<suite>/`` with rows, profile (if any), plot and how they were made."""
-    first = rows[0]
-    stamp = first.utc.replace("-", "").replace(":", "")
-    folder = root / first.machine_id / f"{stamp}_{first.commit or 'unknown'}_run-{scenario.name}"
-    folder.mkdir(parents=True)
-    write_text(folder / "rows.jsonl", dump_lines(rows))
+def _keep(root: Path, rows: list[MoveRecord], profile: Profile | None, scenario: Scenario, stamp: RunStamp) -> Path:
+    """Keep rows, profile (if any), plot and how they were made in a folder of their own."""
+    folder = keep_results(root, rows, stamp, scenario.name, None if profile is None else profile.fingerprint)
     if profile is not None:
         save_profile(profile, folder / "profile.json")
     plot_rows(rows, folder / "run.png")
-    command = shlex.join(["relaymeter", *sys.argv[1:]])
-    facts = machine_facts() if profile is None else profile.fingerprint
-    lines = [command, *(f"{key}: {value}" for key, value in sorted(facts.items()))]
-    write_text(folder / "how.txt", "\n".join(lines) + "\n")
     return folder

@@ -34,6 +34,7 @@ __all__ = [
     "ExecutorChoice",
     "ModelConfig",
     "MoveConfig",
+    "Name",
     "NodeChoice",
     "PlannerChoice",
     "Scenario",
@@ -45,6 +46,7 @@ __all__ = [
     "check",
     "nearest",
     "read_toml",
+    "toml_entry",
 ]
 
 _HALVES = ("first-half", "second-half", "all")
@@ -277,6 +279,8 @@ class SuiteConfig(Config):
 class Scenario(Config):
     """A whole case: model, source and one or more moves. The same file serves any topology."""
 
+    kind: Literal["weights"] = "weights"
+    """Which kind of scenario this is: moves of a model's weights."""
     name: Name
     """Name of the scenario: by default the file's name without its ending."""
     model: ModelConfig
@@ -327,11 +331,15 @@ def read_toml(path: Path, model: type[_Model], **defaults: Any) -> _Model:
 
     Raises InputError (missing, malformed, unknown key, bad value).
     """
+    return check(model, {**defaults, **toml_entry(path)}, str(path))
+
+
+def toml_entry(path: Path) -> dict[str, Any]:
+    """The tables of the TOML file at ``path``, unchecked. Raises InputError (missing, malformed)."""
     try:
-        entry = tomllib.loads(read_input(path, "scenario"))
+        return tomllib.loads(read_input(path, "scenario"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{path} is not valid TOML: {error}") from error
-    return check(model, {**defaults, **entry}, str(path))
 
 
 def _explain(model: type[Config], error: ValidationError) -> str:
@@ -363,7 +371,7 @@ def _entry_and_key(loc: tuple[int | str, ...]) -> tuple[str, str]:
             names.append(part)
         else:
             table = ".".join(names)
-            entry += f"{f'[[{table}]]' if table == 'moves' else table} number {part + 1}, "
+            entry += f"{f'[[{table}]]' if table in ('moves', 'changes') else table} number {part + 1}, "
             names = []
     return entry, ".".join(names)
 

@@ -1,17 +1,42 @@
 """Jobs: what a command tells every rank of its world, as one JSON file. No torch import.
 
-``RunJob(...)`` and ``CalibrateJob(...)`` are written by the parent and read by ``worker``; ``dump(job)`` is their JSON.
+``RunJob(...)``, ``CalibrateJob(...)`` and the like are written by the parent; ``dump(job)`` is their JSON, and
+``job_of(entry, place)`` reads it back on a rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from relaymeter.harness.config import Config, Count, ExecutorChoice, PlannerChoice, Scenario, Seconds, Whole
+from relaymeter.errors import InputError
+from relaymeter.harness.config import (
+    Config,
+    Count,
+    ExecutorChoice,
+    PlannerChoice,
+    Scenario,
+    Seconds,
+    Whole,
+    check,
+    nearest,
+)
+from relaymeter.harness.state_config import OffloadScenario, StateScenario
 
-__all__ = ["CalibrateJob", "ClusterConfig", "Fault", "RunJob", "RunStamp", "dump"]
+__all__ = [
+    "CalibrateJob",
+    "ClusterConfig",
+    "Fault",
+    "Job",
+    "OffloadJob",
+    "RunJob",
+    "RunStamp",
+    "StateJob",
+    "dump",
+    "job_of",
+]
 
 
 class Fault(Config):
@@ -109,6 +134,65 @@ class RunJob(Config):
     """A fault to put in (tests)."""
 
 
-def dump(job: CalibrateJob | RunJob) -> dict[str, Any]:
-    """The job as the JSON-ready dict that ``config.check`` reads back."""
+class StateJob(Config):
+    """What every rank of ``run`` on a scenario of kind ``training-state`` is told."""
+
+    kind: Literal["training-state"] = "training-state"
+    """Which job this is."""
+    scenario: StateScenario
+    """The whole scenario, with the changes that this world makes."""
+    planner: PlannerChoice = "classes"
+    """Planner, or both one after the other."""
+    executor: ExecutorChoice = "auto"
+    """Executor of the rounds; auto: by the world's backend."""
+    bucket_bytes: Count | None = None
+    """Bytes of a bucket; None: by the move's size."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    move_limit_s: Seconds
+    """Limit of one move."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make."""
+    stamp: RunStamp
+    """What the rows have in common."""
+    fault: Fault | None = None
+    """A fault to put into the first move (tests)."""
+
+
+class OffloadJob(Config):
+    """What every rank of ``run`` on a scenario of kind ``offload`` is told."""
+
+    kind: Literal["offload"] = "offload"
+    """Which job this is."""
+    scenario: OffloadScenario
+    """The whole scenario."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    move_limit_s: Seconds
+    """Limit of one move."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make."""
+    stamp: RunStamp
+    """What the rows have in common."""
+
+
+Job = CalibrateJob | RunJob | StateJob | OffloadJob
+_JOBS: Mapping[str, type[Job]] = {
+    "calibrate": CalibrateJob,
+    "run": RunJob,
+    "training-state": StateJob,
+    "offload": OffloadJob,
+}
+
+
+def dump(job: Job) -> dict[str, Any]:
+    """The job as the JSON-ready dict that ``job_of`` reads back."""
     return job.model_dump(mode="json", by_alias=True)
+
+
+def job_of(entry: Any, place: str) -> Job:
+    """The job that ``dump`` made ``entry`` of. Raises InputError naming ``place`` for anything else."""
+    kind = entry.get("kind") if isinstance(entry, dict) else None
+    if not isinstance(kind, str) or kind not in _JOBS:
+        raise InputError(f"{place}: kind = {kind!r} is no job: {nearest(str(kind), _JOBS)}")
+    return check(_JOBS[kind], entry, place)

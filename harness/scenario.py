@@ -1,8 +1,8 @@
 """Scenarios: finding them by name or file, and laying one out over the ranks of a topology.
 
-``load_scenario("smoke")`` reads a shipped one; ``source_layouts(scenario, move, topology)`` and
-``destination_layout(scenario, move, topology)`` are the two ends of a move, from metadata alone. Pure, any rank, no
-torch import.
+``load_any("smoke")`` reads a shipped one of whatever kind, ``load_scenario("smoke")`` one that moves weights, whose two
+ends, from metadata alone, are ``source_layouts(scenario, move, topology)`` and ``destination_layout(scenario, move,
+topology)``. Pure, any rank, no torch import.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from relaymeter.harness.config import (
     Whole,
     check,
     nearest,
-    read_toml,
+    toml_entry,
 )
 from relaymeter.harness.models import tensor_parallel_cuts, weight_aliases, weight_specs
+from relaymeter.harness.state_config import OffloadScenario, StateScenario
 from relaymeter.records import load_json
 from relaymeter.relayout.geometry import row_major_strides
 from relaymeter.relayout.layout import Layout, Placement, TensorSpec
@@ -37,7 +38,9 @@ from relaymeter.relayout.placements import restrict_layout, tensor_parallel_layo
 from relaymeter.relayout.topology import Topology
 
 __all__ = [
+    "AnyScenario",
     "destination_layout",
+    "load_any",
     "load_scenario",
     "load_suite",
     "old_layout",
@@ -49,6 +52,16 @@ __all__ = [
     "source_layouts",
     "source_ranks",
 ]
+
+
+AnyScenario = Scenario | StateScenario | OffloadScenario
+_WEIGHTS = "weights"
+#: Models of scenarios by the kind that a file says; without one it is of weights.
+_KINDS: Mapping[str, type[AnyScenario]] = {
+    _WEIGHTS: Scenario,
+    "training-state": StateScenario,
+    "offload": OffloadScenario,
+}
 
 
 class _Piece(Config):
@@ -66,45 +79,82 @@ class _LayoutFile(Config):
     tensors: Annotated[dict[str, tuple[_Piece, ...]], Field(min_length=1)]
 
 
-def shipped_scenarios() -> tuple[str, ...]:
-    """Names of the scenarios that come with the package."""
+def shipped_scenarios(*, weights_only: bool = False) -> tuple[str, ...]:
+    """Names of the scenarios that come with the package, of every kind or of moves of weights only."""
     folder = files("relaymeter.harness") / "scenarios"
-    return tuple(sorted(e.name.removesuffix(".toml") for e in folder.iterdir() if e.name.endswith(".toml")))
+    names = sorted(e.name.removesuffix(".toml") for e in folder.iterdir() if e.name.endswith(".toml"))
+    return tuple(name for name in names if not weights_only or isinstance(load_any(name), Scenario))
 
 
 def shipped_suites() -> tuple[str, ...]:
     """Names of the shipped scenarios that are suites."""
-    return tuple(name for name in shipped_scenarios() if load_scenario(name).suite is not None)
+    return tuple(name for name in shipped_scenarios() if _suite(load_any(name)) is not None)
 
 
-def load_suite(text: str) -> Scenario:
-    """The shipped suite named ``text``, or the one in the TOML file ``text``. Raises InputError."""
+def load_suite(text: str) -> AnyScenario:
+    """The shipped suite named ``text``, or the one in the TOML file ``text``, of any kind. Raises InputError."""
     names = shipped_suites()
     if text not in names and Path(text).suffix != ".toml" and "/" not in text:
         raise InputError(f"unknown suite {text!r}: {nearest(text, names)}, or a path ending in .toml")
-    scenario = load_scenario(text)
-    if scenario.suite is None:
+    scenario = load_any(text)
+    if _suite(scenario) is None:
         raise InputError(f"{text} is no suite: add the table [suite] to it, or run it with --scenario {text}")
     return scenario
 
 
 def load_scenario(text: str) -> Scenario:
-    """The shipped scenario named ``text``, or the one in the TOML file ``text``. Raises InputError."""
+    """The scenario named ``text`` or in the TOML file ``text``, of moves of weights. Raises InputError."""
+    if not _is_path(text) and text not in shipped_scenarios():
+        raise _unknown(text, shipped_scenarios(weights_only=True))
+    scenario = load_any(text)
+    if not isinstance(scenario, Scenario):
+        raise InputError(
+            f"scenario {text} is of kind {scenario.kind!r}, which only run takes (relaymeter run --scenario {text}): "
+            "plan and choose are for moves of weights"
+        )
+    return scenario
+
+
+def load_any(text: str) -> AnyScenario:
+    """The shipped scenario named ``text``, or the one in the TOML file ``text``, of the kind that it says.
+
+    Raises InputError.
+    """
     path = Path(text)
-    if path.suffix != ".toml" and "/" not in text:
-        names = shipped_scenarios()
-        if text not in names:
-            raise InputError(f"unknown scenario {text!r}: {nearest(text, names)}, or a path ending in .toml")
+    if not _is_path(text):
+        if text not in shipped_scenarios():
+            raise _unknown(text, shipped_scenarios())
         path = Path(str(files("relaymeter.harness") / "scenarios" / f"{text}.toml"))
-    scenario = read_toml(path, Scenario, name=path.stem)
-    beside = path.resolve().parent
+    entry = toml_entry(path)
+    kind = entry.get("kind", _WEIGHTS)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise InputError(f"{path}: kind = {kind!r}: {nearest(str(kind), _KINDS)}")
+    scenario = check(_KINDS[kind], {"name": path.stem, **entry}, str(path))
+    return _beside(scenario, path) if isinstance(scenario, Scenario) else scenario
+
+
+def _beside(scenario: Scenario, path: Path) -> Scenario:
+    """``scenario`` with its layout files found beside the file that it came from."""
+    folder = path.resolve().parent
 
     def found(layout: str | None) -> str | None:
-        return None if layout is None else str(beside / layout)
+        return None if layout is None else str(folder / layout)
 
     source = scenario.source.model_copy(update={"layout": found(scenario.source.layout)})
     moves = tuple(move.model_copy(update={"layout": found(move.layout)}) for move in scenario.moves)
     return scenario.model_copy(update={"source": source, "moves": moves})
+
+
+def _suite(scenario: AnyScenario) -> Config | None:
+    return None if isinstance(scenario, OffloadScenario) else scenario.suite
+
+
+def _is_path(text: str) -> bool:
+    return Path(text).suffix == ".toml" or "/" in text
+
+
+def _unknown(text: str, names: Collection[str]) -> InputError:
+    return InputError(f"unknown scenario {text!r}: {nearest(text, names)}, or a path ending in .toml")
 
 
 def _nodes(choice: NodeChoice, topology: Topology, what: str) -> tuple[int, ...]:

@@ -15,12 +15,24 @@ from relaymeter.errors import (
     EXIT_NOTHING_MEASURED,
     EXIT_OK,
     EXIT_RANK_LOST,
+    EXIT_USAGE,
     EXIT_WRONG_BITS,
 )
 from relaymeter.records import MoveRecord
-from relaymeter.units import format_bytes
+from relaymeter.state_records import OffloadRecord, StateRecord
+from relaymeter.units import counted, format_bytes
 
-__all__ = ["BOUND_TOLERANCE", "WIRE_SLACK_BYTES", "WIRE_TOLERANCE", "Verdict", "judge", "notes", "row_verdict"]
+__all__ = [
+    "BOUND_TOLERANCE",
+    "WIRE_SLACK_BYTES",
+    "WIRE_TOLERANCE",
+    "Verdict",
+    "judge",
+    "judge_states",
+    "notes",
+    "row_verdict",
+    "state_verdict",
+]
 
 #: Kernel-counted bytes may differ from the planned ones by this share (headers, acknowledgements) ...
 WIRE_TOLERANCE = 0.08
@@ -38,6 +50,16 @@ _CODES = {
     "wrong bits": EXIT_WRONG_BITS,
     "wire bytes differ": EXIT_GATE_MISSED,
     "not measured": EXIT_NOTHING_MEASURED,
+}
+
+
+#: The same for training states, where a change that is refused leaves the others to be judged.
+_STATE_ORDER = (EXIT_WRONG_BITS, EXIT_RANK_LOST, EXIT_CRASH, EXIT_USAGE, EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED)
+_STATE_CODES = {
+    "wrong bits": EXIT_WRONG_BITS,
+    "refused": EXIT_USAGE,
+    "checkpoint differs": EXIT_GATE_MISSED,
+    "not checked": EXIT_NOTHING_MEASURED,
 }
 
 
@@ -75,6 +97,83 @@ def judge(rows: Sequence[MoveRecord], ended: int = EXIT_OK) -> Verdict:
     lines = [(_rank(code), _line(row)) for code, row in zip(codes, rows, strict=True) if code != EXIT_OK]
     worst = min([*codes, ended], key=_rank)
     return Verdict(worst, tuple(text for _, text in sorted(lines, key=lambda line: line[0])))
+
+
+def state_verdict(
+    *,
+    digests: tuple[int, int],
+    oracle: tuple[int, int],
+    fields: Sequence[str],
+    continuation_ok: bool,
+    checkpoint: str,
+) -> str:
+    """The verdict of a move of a training state: ``ok``, ``wrong bits``, ``checkpoint differs`` or ``not checked``.
+
+    ``digests`` and ``oracle``: passed and total. A field that differs and training that does not go on as it should are
+    wrong bits too. Where only the same change through a checkpoint gave something else, that is the checkpoint's doing.
+    Nothing digested is not checked.
+    """
+    if digests[0] != digests[1] or oracle[0] != oracle[1] or fields or not continuation_ok:
+        return "wrong bits"
+    if not digests[1]:
+        return "not checked"
+    return "checkpoint differs" if checkpoint.startswith("differs") else "ok"
+
+
+def judge_states(
+    rows: Sequence[StateRecord | OffloadRecord],
+    ended: int = EXIT_OK,
+    *,
+    seconds: float | None = None,
+    bound_s: float | None = None,
+) -> Verdict:
+    """The verdict of rows of training states, of how their ranks ended, and of the ``seconds`` that all took where
+    there is a bound. No rows is nothing measured."""
+    if not rows:
+        return Verdict(ended if ended != EXIT_OK else EXIT_NOTHING_MEASURED, ("nothing was measured",))
+    codes = [EXIT_OK if row.ok else _state_code(row) for row in rows]
+    found = [(_state_rank(code), _state_line(row)) for code, row in zip(codes, rows, strict=True) if code != EXIT_OK]
+    lines = [text for _, text in sorted(found, key=lambda line: line[0])]
+    if seconds is not None and bound_s is not None and seconds > bound_s:
+        codes.append(EXIT_GATE_MISSED)
+        lines.append(f"bound missed: the suite took {seconds:.0f} s, its bound is {bound_s:.0f} s")
+    return Verdict(min([*codes, ended], key=_state_rank), tuple(lines))
+
+
+def _state_code(row: StateRecord | OffloadRecord) -> int:
+    """The exit code of a row that is not ok. What DeepSpeed's own offload cannot do is a gate missed, no crash."""
+    gate = isinstance(row, OffloadRecord) and row.verdict == "failed" and row.way == "deepspeed"
+    return EXIT_GATE_MISSED if gate else _STATE_CODES.get(row.verdict, EXIT_CRASH)
+
+
+def _state_rank(code: int) -> int:
+    return len(_STATE_ORDER) + (code == EXIT_OK) if code not in _STATE_ORDER else _STATE_ORDER.index(code)
+
+
+def _state_line(row: StateRecord | OffloadRecord) -> str:
+    """What is wrong with a row, in one line."""
+    if isinstance(row, OffloadRecord):
+        told = next((text for text in (row.mismatch, row.trains, row.note) if text and text != "bit-equal"), "")
+        what = f"offload and reload of {row.state} (zero{row.stage}, {row.way})"
+        return f"{'WRONG BITS after' if row.verdict == 'wrong bits' else row.verdict} {what}: {told}".removesuffix(": ")
+    where = f"{row.change} ({row.source} -> {row.destination}, {row.planner})"
+    if row.refused is not None:
+        return f"{row.verdict}: {where}: {row.refused}"
+    if row.verdict == "checkpoint differs":
+        return f"{where}: the move is right, the checkpoint {row.checkpoint}"
+    if row.verdict != "wrong bits":
+        return f"{where}: {row.verdict}"
+    found = []
+    if row.digest_passed != row.digest_total:
+        found.append(f"{row.digest_total - row.digest_passed} of {row.digest_total} digests differ: {row.mismatch}")
+    if row.oracle_passed != row.oracle_total:
+        wrong = row.oracle_total - row.oracle_passed
+        found.append(f"the oracle finds {wrong} of {row.oracle_total} different: {row.oracle_mismatch}")
+    if row.fields:
+        found.append(f"{counted(len(row.fields), 'field')} differ: {row.fields[0]}")
+    if not row.continuation_ok:
+        found.append(f"training on: {row.continuation}")
+    return f"WRONG BITS in {where}: {'; '.join(found)}"
 
 
 def notes(rows: Sequence[MoveRecord]) -> tuple[str, ...]:

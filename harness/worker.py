@@ -9,22 +9,21 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from relaymeter.errors import EXIT_CRASH, EXIT_OK, InputError, RankLost, RelaymeterError
-from relaymeter.harness.config import check
-from relaymeter.harness.jobs import CalibrateJob, RunJob
+from relaymeter.harness.jobs import CalibrateJob, Job, OffloadJob, RunJob, StateJob, job_of
 from relaymeter.harness.world import World, join, watching
-from relaymeter.records import dump_json, load_json, write_text
+from relaymeter.records import Row, dump_json, load_json, write_text
 
 __all__ = ["main", "work"]
 
-Job = CalibrateJob | RunJob
+Say = Callable[[str], None]
 
 
-def work(job: Job, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None], *, joined: bool = False) -> int:
+def work(job: Job, say: Say, keep: Callable[[dict[str, Any]], None], *, joined: bool = False) -> int:
     """Join the world and do ``job``. Every rank calls it; returns its exit code.
 
     ``say`` gets lines for people and ``keep`` the result so far (of a run: after every move), both on rank 0. Errors
@@ -50,20 +49,37 @@ def work(job: Job, say: Callable[[str], None], keep: Callable[[dict[str, Any]], 
             world.close(lost)
 
 
-def _do(job: Job, world: World, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> None:
+def _do(job: Job, world: World, say: Say, keep: Callable[[dict[str, Any]], None]) -> None:
     quiet = say if world.rank == 0 else _nothing
+    if isinstance(job, CalibrateJob):
+        _calibrate(job, world, quiet, keep)
+        return
+    for rows in _rows(job, world, quiet):
+        if world.rank == 0:
+            keep({"rows": [row.to_dict() for row in rows]})
+
+
+def _rows(job: RunJob | StateJob | OffloadJob, world: World, say: Say) -> Iterator[Sequence[Row]]:
+    """All rows so far of the kind of job, again after everything that is done."""
     if isinstance(job, RunJob):
         from relaymeter.harness.run import run_job
 
-        for rows in run_job(job, world, quiet):
-            if world.rank == 0:
-                keep({"rows": [row.to_dict() for row in rows]})
-        return
+        return run_job(job, world, say)
+    if isinstance(job, StateJob):
+        from relaymeter.harness.state_run import run_state_job
+
+        return run_state_job(job, world, say)
+    from relaymeter.harness.state_run import run_offload_job
+
+    return run_offload_job(job, world, say)
+
+
+def _calibrate(job: CalibrateJob, world: World, say: Say, keep: Callable[[dict[str, Any]], None]) -> None:
     from relaymeter.calibration.calibrate import run_calibration
     from relaymeter.relayout.guard import guarded
 
     def progress(fraction: float, text: str) -> None:
-        quiet(f"calibrate {fraction:4.0%}  {text}")
+        say(f"calibrate {fraction:4.0%}  {text}")
 
     with (
         watching(world, "calibrate") as heartbeat,
@@ -89,12 +105,8 @@ def _nothing(_: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the job, do it, and on rank 0 write the result, of a run after every move. Returns the exit code."""
     job_path, result_path = (Path(text) for text in (sys.argv[1:] if arguments is None else arguments))
-    entry = load_json(job_path, "job")
-    place = str(job_path)
-    is_run = entry.get("kind") == "run"
-    job: Job = check(RunJob, entry, place) if is_run else check(CalibrateJob, entry, place)
     return work(
-        job,
+        job_of(load_json(job_path, "job"), str(job_path)),
         lambda text: print(text, flush=True),
         lambda result: write_text(result_path, dump_json(result), force=True),
     )

@@ -26,8 +26,8 @@ SURFACE = {
     "choose": {"--profile", "--executor", "--allow-mismatch"} | PRICING | OUTPUT,
     "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
     "run": {
-        "--suite", "--plan", "--profile", "--planner", "--executor", "--max-extra", "--repeats", "--move-limit",
-        "--allow-mismatch", "--plot", "--results",
+        "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",
+        "--move-limit", "--allow-mismatch", "--plot", "--results",
     } | PRICING | RANKS | OUTPUT,
 }  # fmt: skip
 PLAN = ["plan", "--scenario", "smoke", "--topology", "2x2"]
@@ -158,7 +158,55 @@ BAD = {
         ["run", "--suite", "transitions", "--scenario", "smoke"],
         "argument --scenario: not allowed with argument --suite",
     ),
-    "unknown suite": (["run", "--suite", "smoke"], "unknown suite 'smoke': valid: transitions, or a path ending in"),
+    "unknown suite": (
+        ["run", "--suite", "smoke"],
+        "unknown suite 'smoke': valid: state-matrix, transitions, or a path ending in",
+    ),
+    "planning a training state": (
+        ["plan", "--scenario", "state-matrix", "--topology", "2x2"],
+        "scenario state-matrix is of kind 'training-state', which only run takes (relaymeter run --scenario "
+        "state-matrix): plan and choose are for moves of weights",
+    ),
+    "choosing for an offload": ([*CHOOSE[:-2], "offload", "--profile", "p.json"], "is of kind 'offload', which only"),
+    "unknown change": (
+        ["run", "--suite", "state-matrix", "--change", "z3-4-2"],
+        "scenario state-matrix has no change 'z3-4-2': did you mean 'z3-4-2-4'? valid: ",
+    ),
+    "changes of rounds": (
+        ["run", "--scenario", "dp4-dp2-dp4", "--move", "DP4"],
+        "scenario dp4-dp2-dp4 has no changes to select: leave --change and --move out",
+    ),
+    "a profile for training states": (
+        ["run", "--suite", "state-matrix", "--profile", "p.json"],
+        "--profile does not apply to scenario state-matrix of kind 'training-state': leave it out",
+    ),
+    "bounded memory for training states": (
+        ["run", "--scenario", "dp4-dp2-dp4", "--max-extra", "1MiB"],
+        "--max-extra does not apply to scenario dp4-dp2-dp4 of kind 'training-state'",
+    ),
+    "a plot of training states": (["run", "--suite", "state-matrix", "--plot", "p.png"], "--plot does not apply to"),
+    "repeats of changes": (["run", "--suite", "state-matrix", "--repeats", "2"], "--repeats does not apply to"),
+    "a planner for an offload": (["run", "--scenario", "offload", "--planner", "both"], "--planner does not apply to"),
+    "two executors for training states": (
+        ["run", "--suite", "state-matrix", "--executor", "both"],
+        "--executor both: scenario state-matrix runs by one executor: name it, or leave it out",
+    ),
+    "too few ranks for a change": (
+        ["run", "--suite", "state-matrix", "--change", "z3-4-2-4", "--ranks-per-node", "2"],
+        "scenario state-matrix needs 4 ranks, there are 2: give --nodes and --ranks-per-node whose product",
+    ),
+    "a world of another size": (
+        ["run", "--scenario", "alone.toml", "--ranks-per-node", "3"],
+        "change alone needs exactly 2 ranks, there are 3: select other changes with --change",
+    ),
+    "a bit of a rank outside": (
+        ["run", "--suite", "state-matrix", "--change", "z3-4-2-4", "--fault", "flip:3"],
+        "--fault flip:3: the first move ends in zero3 x2, of which rank 3 has no part",
+    ),
+    "unknown kind of scenario": (
+        ["run", "--scenario", "kind.toml"],
+        "kind.toml: kind = 'training': did you mean 'training-state'? valid: offload, training-state, weights",
+    ),
     "unknown planner": ([*PLAN, "--planner", "afine"], "argument --planner: invalid choice: 'afine'"),
     "not a plan": (["run", "--plan", "other.json"], "other.json is no plan: make one with relaymeter plan --out FILE"),
     "missing plan": (["run", "--plan", "none.json"], "cannot read plan none.json"),
@@ -252,6 +300,11 @@ def _write_scenarios(folder: Path) -> None:
     gap = f'[model]\n{model}\n[source]\nkind = "file"\nlayout = "gap.json"\n[[moves]]\nname = "tp1"\n'
     (folder / "gap.toml").write_text(gap)
     (folder / "twice.toml").write_text(f'{gap}[[moves]]\nname = "tp1"\n')
+    (folder / "kind.toml").write_text('kind = "training"\n')
+    path = "path = [{stage = 3, ranks = 2}, {stage = 2, ranks = 2}]"
+    (folder / "alone.toml").write_text(
+        f'kind = "training-state"\n[[changes]]\nname = "alone"\nrow = "stage"\nworld = 2\n{path}\n'
+    )
     (folder / "hubs.toml").write_text(f'{gap}[[moves]]\nname = "tp2"\nhubs = 3\n')
 
 

@@ -14,18 +14,21 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from relaymeter.errors import InputError
 
 __all__ = [
     "SCHEMA_VERSION",
     "MoveRecord",
+    "Row",
     "check_target",
     "dump_json",
     "dump_lines",
     "load_json",
     "median_interval",
+    "members",
+    "plain",
     "read_input",
     "read_records",
     "write_text",
@@ -39,6 +42,12 @@ _LARGEST_INPUT = 1 << 30
 
 #: What rows of version 1, which knew one planner and one source, do not say.
 _SINCE_VERSION_2 = ("source_bytes", "fallback_tensors", "bytes_in_rank", "max_extra_bytes")
+
+
+class Row(Protocol):
+    """A row of any kind."""
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +130,7 @@ class MoveRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict with every field, in order."""
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> MoveRecord:
@@ -129,6 +138,10 @@ class MoveRecord:
 
         Raises InputError for another version and for unknown or missing fields.
         """
+        if "kind" in entry:
+            raise InputError(
+                f"record of kind {entry['kind']!r} is no move of weights: state_records.read_rows reads it"
+            )
         version = entry.get("schema_version")
         if version not in (1, SCHEMA_VERSION):
             raise InputError(f"record of schema_version {version!r}: this version reads 1 to {SCHEMA_VERSION}")
@@ -176,7 +189,8 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
     return median, ranked[low], ranked[count - 1 - low]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """``value`` as strict JSON has it: arrays as lists, not-a-number as None. Raises TypeError for anything else."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, bool) or value is None or isinstance(value, str | int):
@@ -184,19 +198,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, Iterable):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     raise TypeError(f"{type(value).__name__} has no JSON form here")
 
 
 def dump_json(value: Any, *, indent: int | None = 2) -> str:
     """Strict JSON text with a newline at the end; not-a-number and infinity become null."""
-    return json.dumps(_plain(value), indent=indent, allow_nan=False) + "\n"
+    return json.dumps(plain(value), indent=indent, allow_nan=False) + "\n"
 
 
-def dump_lines(rows: Iterable[MoveRecord]) -> str:
-    """JSON Lines: one row a line."""
+def dump_lines(rows: Iterable[Row]) -> str:
+    """JSON Lines: one row a line, whatever its kind."""
     return "".join(dump_json(row.to_dict(), indent=None) for row in rows)
 
 
@@ -216,8 +230,9 @@ def read_input(path: Path, what: str) -> str:
         raise InputError(f"cannot read {what} {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The members of a JSON object. Raises ValueError where a key stands twice: readers would differ on its value."""
+def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The members of a JSON object: an ``object_pairs_hook``. Raises ValueError where a key stands twice: readers would
+    differ on its value."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -231,7 +246,7 @@ def load_json(path: Path, what: str) -> Any:
     that stands twice)."""
     text = read_input(path, what)
     try:
-        return json.loads(text, object_pairs_hook=_members)
+        return json.loads(text, object_pairs_hook=members)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{what} {path} is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
@@ -245,7 +260,7 @@ def read_records(path: Path) -> list[MoveRecord]:
     rows = []
     for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
         try:
-            rows.append(MoveRecord.from_dict(json.loads(line, object_pairs_hook=_members)))
+            rows.append(MoveRecord.from_dict(json.loads(line, object_pairs_hook=members)))
         except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
             raise InputError(f"records {path}, line {number}: {error}") from error
     return rows

@@ -49,9 +49,10 @@ def write(tmp_path: Path, text: str = TEXT) -> str:
 
 
 def test_shipped_scenarios_load_and_lay_out_on_their_topologies() -> None:
-    assert set(shipped_scenarios()) == {"smoke", "demo", "qwen3-0.6b", "qwen3-8b", "qwen3-32b", "transitions"}
+    names = shipped_scenarios(weights_only=True)
+    assert set(names) == {"smoke", "demo", "qwen3-0.6b", "qwen3-8b", "qwen3-32b", "transitions"}
     grids = {"smoke": (2, 2), "demo": (2, 2), "transitions": (2, 4)}
-    for name in shipped_scenarios():
+    for name in names:
         scenario = load_scenario(name)
         topology = Topology.grid(*grids.get(name, (4, 8)))
         assert source_layout(scenario, topology).specs
@@ -145,12 +146,14 @@ def test_unknown_scenarios_list_the_valid_ones_with_the_near_match() -> None:
 
 
 def test_suites_are_the_scenarios_with_defaults_of_their_own(tmp_path: Path) -> None:
-    assert shipped_suites() == ("transitions",)
-    suite = load_suite("transitions").suite
+    assert shipped_suites() == ("state-matrix", "transitions")
+    found = load_suite("transitions")
+    assert isinstance(found, Scenario)
+    suite = found.suite
     assert suite is not None and (suite.planner, suite.nodes, suite.ranks_per_node) == ("both", 2, 4)
     with pytest.raises(InputError, match=r"unknown suite 'transition': did you mean 'transitions'\?"):
         load_suite("transition")
-    with pytest.raises(InputError, match=r"unknown suite 'smoke': valid: transitions, or a path"):
+    with pytest.raises(InputError, match=r"unknown suite 'smoke': valid: state-matrix, transitions, or a path"):
         load_suite("smoke")
     with pytest.raises(InputError, match=r"mine\.toml is no suite: add the table \[suite\]"):
         load_suite(write(tmp_path))

@@ -1,0 +1,222 @@
+"""Rows of the training-state kinds of ``run``, and readers for files with rows of any kind.
+
+``StateRecord(...).to_dict()`` is one move of a whole training state, ``OffloadRecord(...)`` one offload and reload;
+``read_rows(path)`` reads every kind back. Numbers carry their unit in their name; what was not measured is null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from relaymeter.errors import InputError
+from relaymeter.records import MoveRecord, Row, members, plain, read_input
+
+__all__ = ["STATE_SCHEMA_VERSION", "OffloadRecord", "StateRecord", "read_rows"]
+
+#: Version of the rows below.
+STATE_SCHEMA_VERSION = 1
+
+_Record = TypeVar("_Record", bound="_Base")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Base:
+    """What rows of every kind say of their launch."""
+
+    schema_version: int = STATE_SCHEMA_VERSION
+    kind: str
+    """Which kind of row this is: ``training-state`` or ``offload``."""
+    utc: str
+    """When the launch began, ISO 8601 in UTC."""
+    machine_id: str
+    """Hash of versions, processor, memory and kernel."""
+    launch_id: str
+    """Shared by the rows of one command."""
+    commit: str | None
+    """Source revision, with ``-dirty`` where files differ from it; None outside a checkout."""
+    shaped: bool
+    """Whether the NICs' rates were held by the kernel (cluster in a box)."""
+    scenario: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict with every field, in order."""
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls: type[_Record], entry: Mapping[str, Any]) -> _Record:
+        """The row that ``to_dict`` wrote. Raises InputError for another version and unknown or missing fields."""
+        version = entry.get("schema_version")
+        if version != STATE_SCHEMA_VERSION:
+            raise InputError(f"record of schema_version {version!r}: this version reads {STATE_SCHEMA_VERSION}")
+        names = {field.name for field in fields(cls)}
+        if set(entry) != names:
+            raise InputError(
+                f"record does not have the expected fields: {', '.join(sorted(set(entry) ^ names))} differ"
+            )
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
+        }
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRecord(_Base):
+    """One move of a training state from one live engine to another, or a change that was refused."""
+
+    kind: str = "training-state"
+    row: str | None
+    """Row of the matrix of changes; None in rounds."""
+    change: str
+    """Name of the change; in rounds the direction, such as ``DP4 -> DP2``."""
+    leg: int
+    """Number of the move in its change, from 1; in rounds the number of the round; 0 where the change was refused."""
+    source: str
+    """Engine that the state comes from, such as ``zero3 x4``."""
+    destination: str
+    """Engine that it goes to."""
+    planner: str
+    """``classes`` (this package's own) or ``affine`` (DeepSpeed's)."""
+    fallback_tensors: int
+    """Tensors of states that the affine planner could not express, planned by our own."""
+    ranks: int
+    """Ranks of the world."""
+    nodes: int
+    model: str
+    """Family of the model, as ``training.model``."""
+    dtype: str
+    """Dtype of the weights."""
+    optimizer: str
+    build_s: float | None
+    """Seconds to build the destination engine, slowest rank; None where it was not timed."""
+    plan_s: float | None
+    """Reading both engines and planning, maximum over the ranks. Of a plan that serves several moves the same in all of
+    their rows."""
+    prepare_s: float | None
+    """Allocating what the destination lacks, maximum over the ranks, as the four below."""
+    move_s: float | None
+    """Moving every state."""
+    fields_s: float | None
+    """Carrying counters, groups, scheduler and scaler."""
+    refresh_s: float | None
+    """Making the low-precision weights from the masters."""
+    total_s: float | None
+    """All of these but the plan."""
+    bytes_total: int
+    """Destination bytes, each copy counted."""
+    bytes_in_rank: int
+    """Planned payload copied within a rank."""
+    bytes_in_node: int
+    """Planned payload between ranks of one node."""
+    bytes_cross_node: int
+    """Planned payload between nodes."""
+    messages: int
+    held_bytes: int | None
+    """In rounds: weights, masters and moments of both engines before the move, on the rank of the smaller engine that
+    holds most; None in changes."""
+    held_after_bytes: int | None
+    """The same after the move, which allocates moments that the destination lacked."""
+    peak_bytes: int | None
+    """Most memory that a rank (in rounds: that rank) took while moving beyond both engines as they were before; None
+    where not measurable."""
+    peak_predicted_bytes: int | None
+    """Prediction of it."""
+    digest_version: int
+    digest_passed: int
+    """Tensor copies of every state whose digest matched."""
+    digest_total: int
+    mismatch: str | None
+    """State, parameter and element range of the first wrong bits."""
+    fields: tuple[str, ...]
+    """Counters, group fields, scheduler and scaler values that differ after the move, with both values."""
+    oracle_passed: int
+    """Parameters times states that an oracle, which shares no code with the planner, found bit-equal."""
+    oracle_total: int
+    """0: the oracle was not asked."""
+    oracle_mismatch: str | None
+    """First parameter and state that the oracle found to differ."""
+    continuation: str
+    """How training went on: ``bit-equal, 20 steps``, or the difference and its bound; empty where it was not tried."""
+    continuation_ok: bool
+    """Whether that is as it should be; true where it was not tried."""
+    checkpoint: str
+    """Beside the same change through a universal checkpoint: ``bit-equal``, ``not asked``, ``cannot: ...`` or
+    ``differs: ...``."""
+    refused: str | None = None
+    """Why nothing moved, in the words of the refusal or failure; None where it moved."""
+    verdict: str
+    """``ok``, ``wrong bits``, ``refused``, ``failed`` (an unexpected error, on every rank), ``checkpoint differs`` (all
+    else is right) or ``not checked``."""
+    ok: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadRecord(_Base):
+    """One kind of state of one engine, given back and taken up again."""
+
+    kind: str = "offload"
+    ranks: int
+    """Ranks of the engine."""
+    stage: int
+    """Its ZeRO stage."""
+    way: str
+    """``deepspeed`` (``offload_states`` and ``reload_states``) or ``release`` (dropped, and written back)."""
+    state: str
+    """Kind of state, ``all`` for all together."""
+    moment: str
+    """``after a step``, or ``after a backward pass``, the only time at which ZeRO-1 and 2 hold gradients."""
+    pinned: bool | None
+    """Whether the host's memory was pinned; None where that does not apply."""
+    blocking: bool | None
+    """Whether the call waited for the copies; None where that does not apply."""
+    bytes: int | None
+    """Bytes of that kind that the engine held before, largest rank."""
+    offload_s: float | None
+    """Seconds to offload, median of the cycles, slowest rank."""
+    reload_s: float | None
+    """Seconds to take up again, the same way."""
+    allocated_before_bytes: int | None
+    """What the allocator of the device had handed out before, largest rank; None where the device has none (CPU)."""
+    allocated_after_bytes: int | None
+    """The same after the offload."""
+    allocated_reloaded_bytes: int | None
+    """The same after the reload."""
+    host_growth_bytes: int | None
+    """Resident memory after the last cycle beyond that after the first, largest rank; None for a single cycle."""
+    equal: bool | None
+    """Whether every bit of the state is as before; None where nothing was offloaded."""
+    mismatch: str | None
+    """The first bits that are not."""
+    trains: str | None
+    """How the next step went beside an engine never offloaded: ``bit-equal``, ``differs: ...`` or ``cannot: ...``."""
+    note: str | None = None
+    """Why there are no figures, such as ``not offered by DeepSpeed``, or what the allocator says."""
+    verdict: str
+    """``ok``, ``wrong bits``, ``failed``, ``not offered`` or ``not applicable``."""
+    ok: bool
+    """Whether nothing is wrong: also where DeepSpeed does not offer it, or it does not apply."""
+
+
+_KINDS: Mapping[str, type[StateRecord] | type[OffloadRecord]] = {
+    "training-state": StateRecord,
+    "offload": OffloadRecord,
+}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a JSON Lines file, each of the kind that it says: ``StateRecord``, ``OffloadRecord``, and, where it
+    says none, ``MoveRecord``. Raises InputError naming the line."""
+    rows: list[Row] = []
+    for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
+        try:
+            entry = json.loads(line, object_pairs_hook=members)
+            kind = entry.get("kind")
+            if kind is not None and kind not in _KINDS:
+                raise InputError(f"record of kind {kind!r}: this version reads {', '.join(sorted(_KINDS))}")
+            rows.append(MoveRecord.from_dict(entry) if kind is None else _KINDS[kind].from_dict(entry))
+        except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
+            raise InputError(f"records {path}, line {number}: {error}") from error
+    return rows

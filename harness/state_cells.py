@@ -37,9 +37,11 @@ from relaymeter.relayout.state_move import StateMoveTiming, TrainingStateMove
 
 __all__ = ["CONTINUATION_LIMITS", "LegResult", "run_change"]
 
-#: How far masters of two layouts may be apart after training on, relative to the largest master: see the design notes.
-CONTINUATION_LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
-#: The same where a rounding can send a token to another expert: what Adam moves a weight by at most in 20 steps.
+#: How far masters of two layouts may be apart after 20 steps, over the largest master. Only rounding differs, so it is
+#: the dtype's: of twenty changes of size, stage, degree and optimizer the furthest was at 4e-7 in float32, 1.6e-3 in
+#: bfloat16 and 3e-4 in float16, while one step too many or too few moves weights by 1e-2.
+CONTINUATION_LIMITS: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 2e-3}
+#: The same where a rounding can send a token to another expert (0.11 seen): what Adam can move a weight by in 20 steps.
 ROUTED_LIMIT = 0.2
 #: Between the seeds of a change's engines.
 _SEED_STEP = 7919

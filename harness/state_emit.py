@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from rich.table import Table
 
 from relaymeter.harness.emit import NONE, simple_table, size_text, time_text
-from relaymeter.harness.state_config import ROWS
+from relaymeter.harness.state_config import OFFLOAD_STATES, ROWS
 from relaymeter.state_records import OffloadRecord, StateRecord
-from relaymeter.units import counted, format_rate
+from relaymeter.units import counted
 
 __all__ = [
     "change_tables",
@@ -31,6 +31,7 @@ __all__ = [
 
 #: What a table shows where the device has no allocator to ask.
 _NOT_APPLICABLE = "not applicable"
+_STATES: tuple[str, ...] = OFFLOAD_STATES
 _WORST = ("wrong bits", "failed", "refused", "checkpoint differs", "not checked")
 
 
@@ -151,14 +152,18 @@ def rounds_lines(rows: Sequence[StateRecord]) -> list[str]:
 
 
 def offload_table(rows: Sequence[OffloadRecord]) -> Table:
-    """A line per stage, way, kind of state and kind of copy."""
+    """A line per stage, kind of state and kind of copy; what does not apply to the device is left to the notes."""
+    rows = [row for row in rows if row.verdict != "not applicable"]
+    rows.sort(key=lambda row: (row.stage, row.way, _STATES.index(row.state) if row.state in _STATES else -1))
+    if not rows:
+        return simple_table("offload: nothing applies to this device", [])
     memory = any(row.allocated_before_bytes is not None for row in rows)
     columns = ("allocated\nbefore", "\nafter", "\nreloaded") if memory else ("allocated",)
     table = simple_table(
         f"{rows[0].scenario}: {counted(rows[0].ranks, 'rank')}, largest and slowest rank",
-        [("stage", "whole"), ("state", "left"), ("way", "whole"), ("pinned", "whole"), ("blocking", "whole"),
-         ("bytes", "right"), ("offload", "right"), ("reload", "right"), ("offload\nrate", "right"),
-         ("reload\nrate", "right"), *((name, "right") for name in columns), ("equal", "left")],
+        [("stage", "whole"), ("state", "whole"), ("way", "whole"), ("pinned", "whole"), ("blocking", "whole"),
+         ("bytes", "right"), ("offload", "right"), ("reload", "right"), ("offload\nGB/s", "right"),
+         ("reload\nGB/s", "right"), *((name, "right") for name in columns), ("equal", "left")],
     )  # fmt: skip
     for row in rows:
         held = (row.allocated_before_bytes, row.allocated_after_bytes, row.allocated_reloaded_bytes)
@@ -197,7 +202,12 @@ def offload_text(row: OffloadRecord) -> str:
 
 
 def _state(row: OffloadRecord) -> str:
-    return row.state if row.moment == "after a step" else f"{row.state} {row.moment}"
+    """The kind of state, and the moment where it is not the usual one."""
+    return (
+        row.state
+        if row.moment == "after a step"
+        else f"{row.state} {row.moment.replace('a backward pass', 'backward')}"
+    )
 
 
 def _copy(row: OffloadRecord) -> str:
@@ -282,4 +292,4 @@ def _yes(value: bool | None) -> str:
 
 
 def _rate(count: int | None, seconds: float | None) -> str:
-    return NONE if not count or not seconds else format_rate(count / seconds)
+    return NONE if not count or not seconds else f"{count / seconds / 1e9:.3g}"

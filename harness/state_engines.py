@@ -67,7 +67,11 @@ def engine_settings(engine: EngineConfig, training: TrainingConfig) -> dict[str,
         )
     zero = {"stage": engine.stage, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET}
     if engine.stage == 3:
-        zero |= {"stage3_param_persistence_threshold": 10, "stage3_prefetch_bucket_size": _BUCKET}
+        zero |= {
+            "stage3_param_persistence_threshold": 10,
+            "stage3_prefetch_bucket_size": _BUCKET,
+            "memory_efficient_linear": False,  # replaces the linear of every engine in the process, on these ranks only
+        }
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // shares,
         "gradient_accumulation_steps": engine.gradient_accumulation,

@@ -68,6 +68,7 @@ def run_rounds(job: StateJob, context_of: Callable[[str], StateContext], world: 
     for planner in planners:
         context = context_of(planner)
         moves: dict[str, TrainingStateMove] = {}
+        buffers: dict[str, int] = {}
         for number in range(1, rounds.rounds + 1):
             for source, destination in ways:
                 with _together(job, context, f"round {number} of {planner}"):
@@ -79,8 +80,16 @@ def run_rounds(job: StateJob, context_of: Callable[[str], StateContext], world: 
                     if not rows:
                         context.flip(destination.engine)
                     report = move.verify()
+                    # the plan foresaw what its first run allocates; later ones find it there
+                    planned = buffers.setdefault(source.name, move.peak_predicted_bytes - timing.allocated_bytes)
+                    predicted = planned + timing.allocated_bytes
                     row = _row(
-                        job, world, (source, destination), planner, number, _Shown.of(move, timing, report, held)
+                        job,
+                        world,
+                        (source, destination),
+                        planner,
+                        number,
+                        _Shown.of(move, timing, report, held, predicted),
                     )
                     train(destination.engine, training, rounds.steps, geometry)
                 context.say(leg_text(row))
@@ -129,14 +138,17 @@ class _Shown:
     """By rank, with the names of the record's fields."""
 
     @classmethod
-    def of(cls, move: TrainingStateMove, timing: StateMoveTiming, report: StateMoveReport, held: int) -> _Shown:
-        """Gather what each rank measured; ``held``: bytes that this rank held before. Collective."""
+    def of(
+        cls, move: TrainingStateMove, timing: StateMoveTiming, report: StateMoveReport, held: int, predicted: int
+    ) -> _Shown:
+        """Gather what each rank measured; ``held``: bytes that this rank held before, ``predicted``: most that it was
+        to take beside them. Collective."""
         names = ("prepare_s", "move_s", "fields_s", "refresh_s", "total_s")
         memory = {
             "held_bytes": held,
             "held_after_bytes": held + timing.allocated_bytes,
             "peak_bytes": timing.peak_bytes,
-            "peak_predicted_bytes": move.peak_predicted_bytes,
+            "peak_predicted_bytes": predicted,
         }
         told = Assembly().tell_all([[getattr(timing, name) for name in names], move.plan_s, memory])
         slowest = {name: max(rank[0][number] for rank in told) for number, name in enumerate(names)}

@@ -38,6 +38,7 @@ from relaymeter.relayout.routes import ROUTES
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, Schedule, build_schedule
 from relaymeter.relayout.source_digest import expected_digest
 from relaymeter.relayout.topology import Topology
+from relaymeter.relayout.traffic import Traffic
 from relaymeter.relayout.training_fields import read_fields, write_fields
 from relaymeter.relayout.training_match import expected_fields
 from relaymeter.relayout.training_state import (
@@ -166,9 +167,7 @@ class TrainingStateMove:
         begin = time.perf_counter()
         self.schedule = self._plan(planner, route, bucket_bytes)
         self.plan_s = time.perf_counter() - begin
-        self.peak_predicted_bytes = missing_bytes(destination_engine, self._wanted) + int(
-            self.schedule.peak_bytes(self._executor)[self._rank]
-        )
+        self._missing_bytes = missing_bytes(destination_engine, self._wanted)
         self._mover: Mover | None = None
         self._places: Sequence[int] = ()
         self._expected: LayoutDigest | None = None
@@ -219,6 +218,13 @@ class TrainingStateMove:
             plan = plan_move(source, destination, self._topology)
         codes = np.full(int(plan.group_start[-1]), ROUTES.index(route), dtype=np.int8)
         return build_schedule(plan, self._topology, codes, bucket_bytes)
+
+    @cached_property
+    def peak_predicted_bytes(self) -> int:
+        """Most memory that this rank will hold beyond both engines as they were when this move was made: message
+        buffers, and what the destination's optimizer lacked."""
+        traffic = Traffic(self.schedule, self._rank, len(self._members), self._executor)
+        return self._missing_bytes + traffic.buffer_bytes
 
     @property
     def states(self) -> tuple[str, ...]:

@@ -30,9 +30,7 @@ def alike(seat: Seat, training: dict[str, Any], engines: list[dict[str, Any]], s
         start = build_model(asked, 5)
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[asked.dtype]
         names = {f"weight {name}": param for name, param in start.named_parameters()}
-        found["whole"].append(
-            sorted(before.whole)[:0] + [n for n, p in names.items() if not torch.equal(before.whole[n], p.to(dtype))]
-        )
+        found["whole"].append([n for n, p in names.items() if not torch.equal(before.whole[n], p.to(dtype))])
         found["losses"].append(train(engine, asked, steps))
         after = share_state(gather_state(engine, config, asked, maker.group(config.ranks)))
         first = first or after
@@ -45,7 +43,7 @@ def alike(seat: Seat, training: dict[str, Any], engines: list[dict[str, Any]], s
 
 
 def sees(seat: Seat) -> dict[str, Any]:
-    """What the oracle says of a copy as it is, of one flipped bit of a moment, and of a weight that ranks hold apart."""
+    """What the oracle says of a state as it is, of a flipped bit of a moment, and of copies of a weight that differ."""
     training = TrainingConfig()
     config = EngineConfig.model_validate({"stage": 1, "ranks": 2})
     maker = EngineMaker(training)

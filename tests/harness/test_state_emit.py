@@ -117,9 +117,14 @@ def test_memory_of_an_offload_is_shown_where_the_device_has_an_allocator() -> No
     )  # fmt: skip
     text = text_of(state_emit.offload_table([OFFLOAD, missing]))
     (line,) = [line for line in text.splitlines() if "hp_params" in line]
-    pieces = "zero3 hp_params deepspeed yes no 4 MB 10 ms 20 ms 400 MB/s 200 MB/s not applicable yes"
+    pieces = "zero3 hp_params deepspeed yes no 4 MB 10 ms 20 ms 0.4 0.2 not applicable yes"
     assert " ".join(line.split()) == pieces
-    assert "not offered" in text
+    assert "not offered" in " ".join(text.split())
+    pinned = replace(
+        OFFLOAD, state="lp_params", equal=None, note="not applicable: no pinning", verdict="not applicable"
+    )
+    assert "lp_params" not in text_of(state_emit.offload_table([OFFLOAD, pinned]))
+    assert state_emit.offload_lines([OFFLOAD, pinned])[1] == "zero3 lp_params: not applicable: no pinning"
     assert state_emit.offload_lines([OFFLOAD, missing, replace(missing, stage=2)]) == [
         "1 of 1 offload equal after the reload, 1 bit-equal after the next step",
         "zero1/2 contiguous_grad_buffer: not offered by DeepSpeed below ZeRO-3",

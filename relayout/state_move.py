@@ -243,8 +243,11 @@ class TrainingStateMove:
     @cached_property
     def bytes_in_rank(self) -> int:
         """Bytes that are copied within a rank."""
-        rows = self.schedule.loads(self._executor)
-        return int(rows.unpack_bytes[rows.src == rows.dst].sum())
+        total = 0
+        for found in self.schedule.plan.classes:
+            size = np.prod(found.shape, axis=1, dtype=np.int64) * found.itemsize * len(found.tensors)
+            total += int(size[found.src_rank == found.dst_rank].sum())
+        return total
 
     @property
     def bytes_in_node(self) -> int:

@@ -25,7 +25,7 @@ from relaymeter.harness.state_cells import run_change
 from relaymeter.harness.state_config import ChangeConfig, EngineConfig, TrainingConfig
 from relaymeter.harness.state_context import StateContext
 from relaymeter.harness.state_emit import leg_text, offload_text
-from relaymeter.harness.state_engines import GLOBAL_BATCH, EngineMaker, data_parallel, quiet
+from relaymeter.harness.state_engines import GLOBAL_BATCH, EngineGroups, EngineMaker, data_parallel, quiet
 from relaymeter.harness.state_models import samples
 from relaymeter.harness.state_rounds import run_rounds
 from relaymeter.harness.state_rows import leg_row, offload_row, refused_row
@@ -63,13 +63,17 @@ def run_state_job(job: StateJob, world: World, say: Say) -> Iterator[list[StateR
             )
             return
         planners = planners_of(job.planner)
+        groups = EngineGroups(job.move_limit_s)
         begin = time.monotonic()
         for number, change in enumerate(changes):
             for planner in planners:
                 say(f"change {number + 1} of {len(changes)}: {change.name}: {change.engines} ({planner})")
                 fault = job.fault if not rows and not number and planner == planners[0] else None
-                context = make_context(job, world, heartbeat, planner, fault, say)
-                rows += _change(job, world, context, change, f"{number}/{planner}")
+                context = make_context(job, world, heartbeat, planner, fault, say, groups)
+                done = _change(job, world, context, change, f"{number}/{planner}")
+                if any(row.refused is not None for row in done):
+                    groups = EngineGroups(job.move_limit_s)  # a refusal may leave ranks apart in the old ones
+                rows += done
                 yield rows
         say(f"all changes: {time.monotonic() - begin:.0f} s")
 
@@ -85,9 +89,15 @@ def _import(models: Sequence[str], world: World, say: Say) -> None:
 
 
 def make_context(
-    job: StateJob, world: World, heartbeat: Heartbeat, planner: str, fault: Fault | None, say: Say
+    job: StateJob,
+    world: World,
+    heartbeat: Heartbeat,
+    planner: str,
+    fault: Fault | None,
+    say: Say,
+    groups: EngineGroups | None = None,
 ) -> StateContext:
-    """This rank's context for the moves by one planner."""
+    """This rank's context for the moves by one planner. ``groups``: of engines, shared by the changes of a job."""
     known: Literal["classes", "affine"] = "affine" if planner == "affine" else "classes"
     return StateContext(
         rank=world.rank,
@@ -99,6 +109,7 @@ def make_context(
         move_limit_s=job.move_limit_s,
         heartbeat=heartbeat,
         model=job.scenario.model,
+        groups=groups,
         fault=fault,
         say=say,
     )

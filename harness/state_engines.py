@@ -70,7 +70,7 @@ def engine_settings(engine: EngineConfig, training: TrainingConfig) -> dict[str,
         zero |= {
             "stage3_param_persistence_threshold": 10,
             "stage3_prefetch_bucket_size": _BUCKET,
-            "memory_efficient_linear": False,  # replaces the linear of every engine in the process, on these ranks only
+            "memory_efficient_linear": False,  # it rounds otherwise than the linear of the other stages
         }
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // shares,

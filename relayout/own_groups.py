@@ -22,6 +22,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn import functional
 
 from relaymeter.errors import InputError
 from relaymeter.relayout import own_checkpoint
@@ -107,10 +108,11 @@ def _check_grid(wanted: Sequence[int], tensor_parallel: int, expert_parallel: in
 
 
 class OwnGroups:
-    """The process-wide groups of one engine: clean at first, then as the engine left them."""
+    """The process-wide groups and functions of one engine: clean at first, then as the engine left them."""
 
     def __init__(self) -> None:
         saved = self._current()
+        self._linear = _plain_linear()
         kept = {"_WORLD_GROUP": saved["_WORLD_GROUP"], "expert_tensor_parallel_world_size": 1}
         self._own: dict[str, Any] = {n: {} if isinstance(v, dict) else kept.get(n) for n, v in saved.items()}
 
@@ -124,16 +126,20 @@ class OwnGroups:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """The engine's groups inside, the previous ones again afterwards."""
+        """The engine's groups inside, the previous ones again afterwards; and its ``torch.nn.functional.linear``, which
+        ZeRO-3 replaces for the whole process by one that rounds otherwise."""
         from deepspeed.utils import groups
 
-        saved = self._current()
+        saved, linear = self._current(), functional.linear
         vars(groups).update(self._own)
+        functional.linear = self._linear
         try:
             yield
         finally:
             self._own = {name: vars(groups)[name] for name in saved}
+            self._linear = functional.linear
             vars(groups).update(saved)
+            functional.linear = linear
 
     def follow(self, engine: Any) -> None:
         """Let the engine train, save and load among its own groups and ranks."""
@@ -177,6 +183,14 @@ class OwnGroups:
             get_model_parallel_world_size=lambda: 1 if grid is None else grid.degree,
             get_tensor_model_parallel_world_size=lambda: 1 if grid is None else grid.degree,  # universal checkpoints
         )
+
+
+def _plain_linear() -> Callable[..., Any]:
+    """torch's own linear function, also where a ZeRO-3 engine that was built otherwise has replaced it."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
+
+    found: Callable[..., Any] = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", functional.linear)
+    return found
 
 
 def _tensor_groups(grid: Grid) -> dict[str, Any]:

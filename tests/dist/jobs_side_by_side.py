@@ -209,3 +209,25 @@ def evaluation(seat: Seat) -> dict[str, Any]:
         reference.order = "abc"
         engine.train()
     return found
+
+
+def linear_of_its_own(seat: Seat) -> dict[str, bool]:
+    """Where torch's own linear is in place: ZeRO-3 replaces it, other engines compute with it."""
+    plain = torch._C._nn.linear
+    seen: dict[str, bool] = {}
+
+    def note(name: str) -> Any:
+        def look(*_: Any) -> None:
+            seen[name] = torch.nn.functional.linear is plain
+
+        return look
+
+    engines = {}
+    for number in (0, 3):
+        engines[number] = build(seat, number)
+        seen[f"after building {number}"] = torch.nn.functional.linear is plain
+    for number, engine in engines.items():
+        engine.module.register_forward_pre_hook(note(f"in the forward pass of {number}"))
+        step(seat, engine, number, 0)
+    seen["afterwards"] = torch.nn.functional.linear is plain
+    return seen

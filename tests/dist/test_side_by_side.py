@@ -29,6 +29,17 @@ def test_engines_that_train_in_turns_do_what_each_does_alone(pool: RankPool) -> 
             assert engine["compared"] >= 12
 
 
+def test_only_a_zero3_engine_computes_with_the_linear_that_it_replaces(pool: RankPool) -> None:
+    right = {
+        "after building 0": True,
+        "after building 3": True,
+        "in the forward pass of 0": False,
+        "in the forward pass of 3": True,
+        "afterwards": True,
+    }
+    assert pool.call("jobs_side_by_side:linear_of_its_own", limit_s=LIMIT_S) == [right] * 4
+
+
 def test_engines_of_every_stage_follow_one_another_over_other_ranks(pool: RankPool) -> None:
     found = pool.call("jobs_side_by_side:one_after_another", limit_s=LIMIT_S)
     assert [len(one) for one in found] == [8, 8, 8, 8]

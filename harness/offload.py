@@ -44,7 +44,7 @@ from relaymeter.relayout.engine_reading import master_groups
 from relaymeter.relayout.engines import MASTER, WEIGHTS, engine_layout, engine_storage, refresh_weights
 from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.memory import resident_bytes
-from relaymeter.relayout.release import release, restore
+from relaymeter.relayout.release import filled, release, restore
 from relaymeter.relayout.transport import control_device
 
 __all__ = ["EngineFactory", "Forward", "OffloadResult", "run_offload"]
@@ -249,6 +249,7 @@ class _Trained:
                 part.copy_(parts[name])
         if aside:
             refresh_weights(engine)
+            filled(engine)
 
     def _offload(self, state: str, *, pinned: bool, blocking: bool) -> None:
         self._engine.offload_states(include=_included(state), pin_memory=pinned, non_blocking=not blocking)

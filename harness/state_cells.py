@@ -34,6 +34,7 @@ from relaymeter.harness.state_oracle import (
 from relaymeter.relayout.announce import Assembly
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES
 from relaymeter.relayout.state_move import StateMoveTiming, TrainingStateMove
+from relaymeter.units import counted
 
 __all__ = ["CONTINUATION_LIMITS", "LegResult", "run_change"]
 
@@ -115,7 +116,8 @@ def run_change(context: StateContext, change: ChangeConfig) -> Iterator[LegResul
             engine = maker.build(config, training.seed + _SEED_STEP * number)
             lives.append(_Live(config, maker.groups.group(config.ranks), engine))
             if number == 0:
-                train(engine, training, change.training.steps, geometry)
+                context.say(f"  {config.label} built, training {counted(training.steps, 'step')}")
+                train(engine, training, training.steps, geometry)
                 held = _gathered(change, lives[0])
                 continue
             leg, held = _move(context, change, lives[-2], lives[-1], held, first=number == 1)
@@ -227,6 +229,8 @@ def _train_on(
 ) -> LegResult:
     """``leg``, the change's last, with what came of training on, and of the same move through a checkpoint."""
     first, last = lives[0], lives[-1]
+    if change.checkpoint:
+        context.say("  the last move once more, through a universal checkpoint")
     again, checkpoint = _through_checkpoint(change, maker, lives) if change.checkpoint else (None, leg.checkpoint)
     note = ""
     if again is not None:
@@ -240,6 +244,7 @@ def _train_on(
     steps = change.continuation
     if not steps:
         return dataclasses.replace(leg, checkpoint=checkpoint)
+    context.say(f"  training on, {counted(steps, 'step')}")
     ends = [
         _after(change, live, train(live.engine, change.training, steps, maker.geometry))
         for live in (first, last, again)

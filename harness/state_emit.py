@@ -65,18 +65,21 @@ def change_tables(rows: Sequence[StateRecord]) -> list[Table]:
     tables = []
     for name in _in_order(rows):
         changes = _changes(row for row in rows if row.row == name)
+        good = all(row.ok for legs in changes for row in legs)  # else a cell may hold a whole sentence
+        short = "whole" if good else "left"
         table = simple_table(
             f"{name}: {counted(len({legs[0].change for legs in changes}), 'change')}",
             [("change", "whole"), ("engines", "whole"), *([("planner", "whole")] if several else []),
-             ("plan\nms", "right"), ("move\nms", "right"), ("refresh\nms", "right"), ("bytes", "right"),
-             ("digests\nequal", "right"), ("oracle\nequal", "right"), ("trained on", "left"),
-             *([("check-\npoint", "left")] if checkpoints else []), ("verdict", "left")],
+             ("plan\nms", "right"), ("move\nms", "right"), ("refresh\nms", "right"), ("all\nms", "right"),
+             ("bytes", "right"), ("digests\nequal", "right"), ("oracle\nequal", "right"),
+             ("trained on", short), *([("check-\npoint", short)] if checkpoints else []), ("verdict", "left")],
         )  # fmt: skip
         for legs in changes:
             table.add_row(
                 legs[0].change, _engines(legs), *([legs[0].planner] if several else []),
                 _summed(legs, lambda row: row.plan_s), _summed(legs, lambda row: row.move_s),
-                _summed(legs, lambda row: row.refresh_s), size_text(sum(row.bytes_total for row in legs)),
+                _summed(legs, lambda row: row.refresh_s), _summed(legs, lambda row: row.total_s),
+                size_text(sum(row.bytes_total for row in legs) or None),
                 _share(legs, lambda row: (row.digest_passed, row.digest_total)),
                 _share(legs, lambda row: (row.oracle_passed, row.oracle_total)),
                 _trained(legs),
@@ -119,7 +122,7 @@ def rounds_table(rows: Sequence[StateRecord]) -> Table:
     few = min(rows, key=lambda row: _size(row.destination))
     name = few.change.rpartition(" -> ")[2]
     table = simple_table(
-        f"{rows[0].scenario}: {_engines(rows[:1])}, {size_text(rows[0].bytes_total)} of {rows[0].dtype} training state",
+        f"{rows[0].scenario}: {_engines(rows[:1])}, {size_text(rows[0].bytes_total)} of masters and moments",
         [("planner", "whole"), ("plan once", "right"), *((way, "right") for way in ways),
          (f"{name} rank\nbefore", "right"), ("\nafter", "right"), ("peak on a\n" + f"{name} rank", "right"),
          ("peak\npredicted", "right"), ("digests\nequal", "right"), ("bitwise\nequal", "right")],

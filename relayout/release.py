@@ -2,7 +2,7 @@
 
     freed = release(engine)      # bytes on this rank; every rank of the engine, each for itself
     ...                          # another engine uses the memory
-    restore(engine)              # memory again, filled with zeros: now move a training state into it
+    restore(engine)              # memory again, filled with zeros: now a training state has to move into it
 
 Dropped is what a move of the training state brings back: weights and persistent buffers (flat buffers, ZeRO-3
 partitions, gathered copies), masters, optimizer states of one value per weight; and what holds nothing between two
@@ -11,7 +11,8 @@ steps: gradients and the buffers that reduce them.
 The storage behind a tensor is given back, not the tensor: a parameter and every view of it, whoever holds them, keep
 their metadata and show the new memory after ``restore``. So old references keep no memory, and nothing of DeepSpeed has
 to be found or built again. In between there is nothing behind them: reading such a tensor directly ends the process on
-a CPU and is an illegal access on a GPU. The engine's own methods, its module and the readers in ``engines`` refuse.
+a CPU and is an illegal access on a GPU. The engine's own methods, its module and the readers in ``engines`` refuse;
+the methods that train or save go on refusing until the engine is ``filled``, as ``TrainingStateMove.run`` says itself.
 
 What stays: non-persistent buffers, steps and other scalars, optimizer states of another form than the weights, host
 copies that DeepSpeed keeps after an offload, activations, communication buffers of the backend. After ``restore`` the
@@ -22,7 +23,7 @@ runs they count too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +33,15 @@ from relaymeter.errors import InputError
 from relaymeter.relayout.engine_reading import engine_tensors, master_groups, zero_stage
 from relaymeter.relayout.engines import refresh_weights
 
-__all__ = ["release", "released", "restore"]
+__all__ = ["filled", "hollow", "release", "released", "restore"]
 
 #: Where a released engine keeps what ``restore`` needs.
 _RECORD = "_relaymeter_released"
+#: Where an engine that was restored and not filled yet keeps its guards.
+_HOLLOW = "_relaymeter_hollow"
 #: What the readers in ``engines`` ask an engine before anything else.
 _ASKED_BY_READERS = "zero_optimization_stage"
+_SPOKEN = {_ASKED_BY_READERS: "whoever reads its state"}
 #: Methods that need the memory.
 _GUARDED = (
     "forward",
@@ -53,6 +57,8 @@ _GUARDED = (
     "reload_states",
     _ASKED_BY_READERS,
 )
+#: Methods that need contents too.
+_NEED_CONTENTS = ("forward", "backward", "step", "eval_batch", "train_batch", "save_checkpoint", "save_16bit_model")
 #: Attributes of DeepSpeed's optimizers that hold gradients: tensors, lists and dicts of them, buckets.
 _GRADIENTS = (
     "averaged_gradients",
@@ -109,6 +115,7 @@ def release(engine: Any) -> int:
     refresh_weights(engine)
     for part in (*parts, *gathered):
         part.storage.resize_(0)
+    filled(engine)  # its guards give way to those of a released engine
     record = _Record(parts, gathered)
     vars(engine)[_RECORD] = record
     _guard(engine, record)
@@ -117,11 +124,12 @@ def release(engine: Any) -> int:
 
 
 def restore(engine: Any) -> None:
-    """Give a released engine memory again, filled with zeros, and its methods back.
+    """Give a released engine memory again, filled with zeros.
 
-    Local; every rank of the engine calls it. Its weights, masters and optimizer states are undefined until a move fills
-    them and refreshes the weights. Raises InputError for an engine that is not released; where memory is short, the
-    allocator's error, and the engine stays released.
+    Local; every rank of the engine calls it. It is ``hollow`` then: training and saving are refused until a
+    ``TrainingStateMove`` has run into it, or whoever filled it in another way, low-precision weights included, calls
+    ``filled``. Raises InputError for an engine that is not released; where memory is short, the allocator's error, and
+    the engine stays released.
     """
     record = vars(engine).get(_RECORD)
     if record is None:
@@ -138,12 +146,57 @@ def restore(engine: Any) -> None:
         raise
     _accelerator().synchronize()
     del vars(engine)[_RECORD]
-    for name, guard, earlier in record.guards:
+    _take_away(engine, record.guards)
+    record.hook.remove()
+    text = (
+        "the engine was restored and is still empty, so {name} has nothing to work on: run a TrainingStateMove into "
+        "it, or call relaymeter.relayout.release.filled(engine) once you have filled it otherwise"
+    )
+    vars(engine)[_HOLLOW] = _put_guards(engine, _NEED_CONTENTS, text, hollow)
+
+
+def hollow(engine: Any) -> bool:
+    """Whether the engine was restored on this rank and nothing has filled it since. Local."""
+    return _HOLLOW in vars(engine)
+
+
+def filled(engine: Any) -> None:
+    """Let a restored engine train and save again: its weights, masters and optimizer states have contents. Local;
+    nothing happens where the engine is not ``hollow``."""
+    _take_away(engine, vars(engine).pop(_HOLLOW, []))
+
+
+_Guards = list[tuple[str, Any, Any]]
+
+
+def _take_away(engine: Any, guards: _Guards) -> None:
+    for name, guard, earlier in guards:
         if vars(engine).get(name) is guard:
             del vars(engine)[name]
             if earlier is not None:
                 vars(engine)[name] = earlier
-    record.hook.remove()
+
+
+def _put_guards(engine: Any, names: Iterable[str], text: str, stands: Callable[[Any], bool]) -> _Guards:
+    """Let the engine's methods ``names`` raise InputError while ``stands(engine)``; what ``_take_away`` takes away."""
+
+    def guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def refuse(*args: Any, **options: Any) -> Any:
+            if stands(engine):
+                raise InputError(text.format(name=_SPOKEN.get(name, name)))
+            return method(*args, **options)  # something that was wrapped around the guard still calls it
+
+        return refuse
+
+    guards: _Guards = []
+    for name in names:
+        method = getattr(engine, name, None)
+        if method is not None:
+            guard = guarded(name, method)
+            guards.append((name, guard, vars(engine).get(name)))
+            vars(engine)[name] = guard
+    return guards
 
 
 def _accelerator() -> Any:
@@ -268,30 +321,13 @@ def _parts(tensors: Iterator[_Named], kept: set[tuple[torch.device, int]]) -> li
 
 def _guard(engine: Any, record: _Record) -> None:
     """Let what needs the memory raise InputError until ``restore``, which takes every guard away again."""
-
-    def refusal(name: str) -> InputError:
-        return InputError(
-            f"the engine has given its memory back, so {name} has nothing to work on: call "
-            "relaymeter.relayout.release.restore(engine) first, and move a training state into it"
-        )
-
-    def guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def refuse(*args: Any, **options: Any) -> Any:
-            if released(engine):
-                raise refusal(name)
-            return method(*args, **options)  # something that was wrapped around the guard still calls it
-
-        return refuse
-
-    for name in _GUARDED:
-        method = getattr(engine, name, None)
-        if method is not None:
-            guard = guarded("a reader of its state" if name == _ASKED_BY_READERS else name, method)
-            record.guards.append((name, guard, vars(engine).get(name)))
-            vars(engine)[name] = guard
+    text = (
+        "the engine has given its memory back, so {name} has nothing to work on: call "
+        "relaymeter.relayout.release.restore(engine) first; a training state has to move into it before it trains"
+    )
+    record.guards += _put_guards(engine, _GUARDED, text, released)
 
     def hook(*_: Any) -> None:
-        raise refusal("its module")
+        raise InputError(text.format(name="its module"))
 
     record.hook = engine.module.register_forward_pre_hook(hook, prepend=True)

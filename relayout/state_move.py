@@ -34,6 +34,7 @@ from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.memory import PeakMemory
 from relaymeter.relayout.plain_state import field_differences
 from relaymeter.relayout.planner import MovePlan, plan_move
+from relaymeter.relayout.release import filled
 from relaymeter.relayout.routes import ROUTES
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, Schedule, build_schedule
 from relaymeter.relayout.source_digest import expected_digest
@@ -44,6 +45,7 @@ from relaymeter.relayout.training_match import expected_fields
 from relaymeter.relayout.training_state import (
     TrainingState,
     check_ready,
+    check_writable,
     missing_bytes,
     only_tensors,
     prepare,
@@ -61,7 +63,7 @@ _COMPARED = ("engine", "groups", "per_weight", "per_parameter", "scheduler", "sc
 
 @dataclass(frozen=True)
 class StateMoveTiming:
-    """One move on one rank, in seconds and bytes.
+    """One move on one rank, in seconds and bytes, from the moment when all ranks had come.
 
     ``prepare_s``: reading the source's fields and allocating what the destination's optimizer lacked; ``move_s``: the
     exchange; ``fields_s``: writing the fields; ``refresh_s``: making the low-precision weights; ``digest_s``: digest of
@@ -196,9 +198,10 @@ class TrainingStateMove:
         told = None
         if engine is not None:
             try:
-                told = read_training_state(engine, dist.get_world_size(), time_limit_s=self._limit_s)
+                into = side == "destination"
+                told = read_training_state(engine, dist.get_world_size(), into=into, time_limit_s=self._limit_s)
             except (InputError, PlanDisagreement) as error:
-                refusal = type(error)(f"the {side} engine: {error}")
+                refusal = type(error)(f"{side}: {error}")
         ranks.refuse(refusal)
         found = ranks.announce(told, f"the {side} engine's training state")
         if found is None:
@@ -274,8 +277,9 @@ class TrainingStateMove:
         ``Mover.run``; the destination is not usable then.
         """
         broken = "and the destination is not usable"
-        begin = time.perf_counter()
         with self._together("reading the source's fields") as ranks:
+            ranks.tell_all(None)  # so that no rank's time counts another's delay
+            begin = time.perf_counter()
             self._wanted = self._reread(ranks)
             allocated = missing_bytes(self._destination, self._wanted)
             mover = self._compiled(ranks)
@@ -291,6 +295,7 @@ class TrainingStateMove:
             written = time.perf_counter()
             if self._destination is not None:
                 refresh_from_masters(self._destination)
+                filled(self._destination)
             ranks.tell_all(None)
         end = time.perf_counter()
         peaks = [moved.peak_bytes, refreshing.bytes]
@@ -315,13 +320,16 @@ class TrainingStateMove:
     def _reread(self, ranks: Assembly) -> dict[str, Any]:
         refusal: Exception | None = None
         fields = None
+        side = "source"
         try:
-            for engine in (self._source, self._destination):
-                if engine is not None:
-                    check_ready(engine)
-            fields = None if self._source is None else read_fields(self._source)
+            if self._source is not None:
+                check_ready(self._source)
+                fields = read_fields(self._source)
+            side = "destination"
+            if self._destination is not None:
+                check_writable(self._destination)
         except InputError as error:
-            refusal = error
+            refusal = InputError(f"{side}: {error}")
         ranks.refuse(refusal)
         found = ranks.announce(fields, "the source engine's fields")
         if found is None or found["per_weight"] != self._state.fields["per_weight"]:

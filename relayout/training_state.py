@@ -21,12 +21,14 @@ from relaymeter.relayout.engine_layout import build_layout
 from relaymeter.relayout.engine_reading import Fragment, master_fragments
 from relaymeter.relayout.engines import MASTER, describe_engine, engine_layout, refresh_weights, weights_storage
 from relaymeter.relayout.layout import ITEMSIZE, Layout
+from relaymeter.relayout.release import hollow, released
 from relaymeter.relayout.training_fields import base_optimizer, read_fields, state_tensors
 
 __all__ = [
     "FROZEN",
     "TrainingState",
     "check_ready",
+    "check_writable",
     "missing_bytes",
     "only_tensors",
     "prepare",
@@ -42,6 +44,17 @@ FROZEN = "frozen"
 def check_ready(engine: Any) -> None:
     """Raise InputError where the engine's state cannot be read or written as a whole: offloaded, or inside a gradient
     accumulation window. Local."""
+    if hollow(engine):
+        raise InputError("the engine was restored and is still empty: there is no state in it to move")
+    check_writable(engine)
+
+
+def check_writable(engine: Any) -> None:
+    """Raise InputError where no state can be moved into the engine, or out of it. Local."""
+    if released(engine):
+        raise InputError(
+            "the engine has given its memory back: call relaymeter.relayout.release.restore(engine) before a move"
+        )
     zero = engine._config.zero_config
     for key in ("offload_optimizer", "offload_param"):
         config = getattr(zero, key)
@@ -75,13 +88,16 @@ def _gradients_wait(engine: Any) -> bool:
     return any(param.grad is not None for param in engine.module.parameters())
 
 
-def read_training_state(engine: Any, world_size: int, *, time_limit_s: float | None = None) -> dict[str, Any]:
-    """Layout descriptions of weights and masters, and every field, JSON-able.
+def read_training_state(
+    engine: Any, world_size: int, *, into: bool = False, time_limit_s: float | None = None
+) -> dict[str, Any]:
+    """Layout descriptions of weights and masters, and every field, JSON-able. ``into``: of an engine that state moves
+    into, which may be empty.
 
     The engine's ranks call this together; they compare what they hold. Raises InputError or PlanDisagreement where it
     cannot be read, or they differ.
     """
-    check_ready(engine)
+    (check_writable if into else check_ready)(engine)
     engine_layout(engine, world_size, MASTER, time_limit_s=time_limit_s)
     return {"weights": describe_engine(engine), MASTER: describe_engine(engine, MASTER), "fields": read_fields(engine)}
 

@@ -85,7 +85,7 @@ def test_b08_a_rank_of_padding_only_moves_and_a_shard_emptied_by_hand_is_refused
         assert one["real"] == [[2, 2, 1, 0], [0, 4, 1, 0]]
         assert one["after"][0] == found[0]["after"][0]
         assert one["after"][1] == (found[0]["after"][0] if rank in (1, 2) else None)
-        assert "the source engine: " in one["refused"]
+        assert "source: " in one["refused"]
         assert "its masters of 2 elements are not in memory (0 there)" in one["refused"]
         assert one["refused"].startswith("InputError: " if rank == 1 else "PlanDisagreement: ")
         assert rank == 1 or "on ranks [1]" in one["refused"]

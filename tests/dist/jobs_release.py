@@ -115,6 +115,8 @@ def twins(
         )
     ]
     release.restore(engine)
+    found["hollow"] = [refusal(engine.step), str(release.hollow(engine))]
+    release.filled(engine)
     found["attributes"] = sorted(
         name for name in {*attributes, *vars(engine)} if attributes.get(name) is not vars(engine).get(name)
     )
@@ -256,6 +258,7 @@ def refused(seat: Seat) -> dict[str, str]:
     plain.forward = functools.partial(later)
     release.restore(plain)
     plain.module.layers[0].weight.data.copy_(kept)
+    release.filled(plain)
     found["wrapped in between"] = refusal(lambda: plain(batch))
     return found
 

@@ -334,7 +334,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--results", type=_named, metavar="DIR", help="also keep rows, profile and plot under DIR/<machine>/"
     )
     run.add_argument("--fault", type=_fault, help=argparse.SUPPRESS)
-    _add_ranks(run, "as the profile, plan or suite says, else ", 1800)
+    _add_ranks(run, "as the profile, plan, suite or training state says, else ", 1800)
     _add_output(run, "write the rows as JSON Lines")
     run.set_defaults(handler=("commands_run", "run"))
     return parser

@@ -36,7 +36,7 @@ def test_a_change_is_one_line_with_its_moves_added_up_under_its_row_of_the_matri
     (table,) = lines([STATE, BACK])
     assert table[0] == "world size: 1 change"
     (line,) = [text for text in table if "z3-4-2-4" in text]
-    expected = ["z3-4-2-4", "zero3", "x4", "<->", "zero3", "x2", "20.0", "50.0", "6.0", "108", "kB", "84/84", "60/60"]
+    expected = ["z3-4-2-4", "zero3", "x4", "<->", "zero3", "x2", "20.0", "50.0", "6.0", "52.0", "108", "kB", "84/84", "60/60"]
     assert line.split() == [*expected, "bit-equal", "bit-equal", "ok"]
     assert state_emit.checkpoint_lines([STATE, BACK]) == []
     (text,) = state_emit.checkpoint_lines([replace(BACK, checkpoint="cannot: no AutoTP")])
@@ -98,7 +98,7 @@ def test_rounds_show_the_plan_once_and_the_median_of_each_direction() -> None:
     ]
     rows[-1] = replace(rows[-1], peak_bytes=12_000)
     text = text_of(state_emit.rounds_table(rows))
-    assert text.startswith("dp4-dp2-dp4: zero3 x4 -> zero3 x2, 54 kB of bfloat16 training state")
+    assert text.startswith("dp4-dp2-dp4: zero3 x4 -> zero3 x2, 54 kB of masters and moments")
     (ours,) = [line for line in text.splitlines() if "classes" in line]
     (theirs,) = [line for line in text.splitlines() if "affine" in line]
     alike = "650 ms 650 ms 30 kB 35 kB {} kB 40 kB 240/240 6/6"

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from relaymeter.relayout.plain_state import field_differences
 from relaymeter.relayout.transport import control_device, wait_for
 
 __all__ = ["Assembly"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,16 @@ class Assembly:
         if refusal is not None:
             raise refusal
         raise InputError(f"rank {self._world_rank(first)}: {told}")
+
+    def attempt(self, work: Callable[[], _T]) -> _T:
+        """What ``work`` gives, which is this rank's own; an error in it is every rank's, as ``refuse`` says."""
+        failed: Exception | None = None
+        try:
+            found = work()
+        except Exception as error:
+            failed = error
+        self.refuse(failed)
+        return found
 
     def announce(self, value: Any | None, what: str) -> Any | None:
         """The ``value`` of the lowest rank that has one (not None), on every rank; None where none has.

@@ -35,7 +35,7 @@ def encode(value: Any, place: str) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if type(value) in _SEQUENCES:
-        entries: list[Any] = sorted(value) if isinstance(value, set) else list(value)
+        entries: list[Any] = sorted(value, key=repr) if isinstance(value, set) else list(value)
         return {_SEQUENCES[type(value)]: [encode(entry, f"{place}[{at}]") for at, entry in enumerate(entries)]}
     if type(value) is dict or isinstance(value, Counter):
         kind = "counter" if isinstance(value, Counter) else "dict"

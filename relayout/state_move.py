@@ -58,7 +58,7 @@ from relaymeter.relayout.training_state import (
 __all__ = ["StateMoveReport", "StateMoveTiming", "TrainingStateMove"]
 
 #: Fields that ``verify`` compares, in this order.
-_COMPARED = ("engine", "groups", "per_weight", "per_parameter", "scheduler", "scaler")
+_COMPARED = ("engine", "groups", "per_weight", "per_parameter", "scheduler", "scaler", "autocast")
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,8 @@ class TrainingStateMove:
         self._limit_s, self._heartbeat, self._hooks = time_limit_s, heartbeat, hooks
         self._topology = Topology.grid(1, len(self._members)) if topology is None else topology
         self._executor = executor or ("all-to-all" if dist.get_backend(group) == "nccl" else "send-recv")
+        if not time_limit_s > 0:
+            raise InputError(f"time_limit_s is {time_limit_s!r}: give seconds, more than 0")
         if route not in ROUTES:
             raise InputError(f"route {route!r} is not one of {', '.join(ROUTES)}")
         if planner not in ("classes", "affine"):
@@ -173,11 +175,12 @@ class TrainingStateMove:
         self._mover: Mover | None = None
         self._places: Sequence[int] = ()
         self._expected: LayoutDigest | None = None
+        self._ran = False
 
     @contextmanager
     def _together(self, what: str, consequence: str = "and nothing was moved") -> Iterator[Assembly]:
         """A stretch of collectives. A refusal, which every rank raises, leaves the group in order."""
-        refusal: InputError | PlanDisagreement | None = None
+        refusal: Exception | None = None
         with guarded(
             what,
             rank=self._rank,
@@ -188,22 +191,22 @@ class TrainingStateMove:
         ) as deadline:
             try:
                 yield Assembly(self._group, deadline, None if self._heartbeat is None else self._heartbeat.poll)
-            except (InputError, PlanDisagreement) as error:
+            except (InputError, PlanDisagreement, DigestMismatch) as error:
                 refusal = error
         if refusal is not None:
             raise refusal
 
     def _read(self, engine: Any | None, side: str, ranks: Assembly) -> TrainingState:
-        refusal: Exception | None = None
-        told = None
-        if engine is not None:
+        def read() -> dict[str, Any] | None:
+            if engine is None:
+                return None
             try:
                 into = side == "destination"
-                told = read_training_state(engine, dist.get_world_size(), into=into, time_limit_s=self._limit_s)
+                return read_training_state(engine, dist.get_world_size(), into=into, time_limit_s=self._limit_s)
             except (InputError, PlanDisagreement) as error:
-                refusal = type(error)(f"{side}: {error}")
-        ranks.refuse(refusal)
-        found = ranks.announce(told, f"the {side} engine's training state")
+                raise type(error)(f"{side}: {error}") from error
+
+        found = ranks.announce(ranks.attempt(read), f"the {side} engine's training state")
         if found is None:
             raise InputError(f"no rank gave a {side} engine: the ranks that hold it hand it in, the others None")
         state = TrainingState.of(found, dist.get_world_size())
@@ -281,23 +284,26 @@ class TrainingStateMove:
             ranks.tell_all(None)  # so that no rank's time counts another's delay
             begin = time.perf_counter()
             self._wanted = self._reread(ranks)
-            allocated = missing_bytes(self._destination, self._wanted)
+            allocated = ranks.attempt(lambda: missing_bytes(self._destination, self._wanted))
             mover = self._compiled(ranks)
         prepared = time.perf_counter()
-        with self._together("the digest of the source"):
-            self._expected = self._digest_source() if prove else None
+        with self._together("the digest of the source") as ranks:
+            self._expected = self._digest_source(ranks) if prove else None
         proved = time.perf_counter()
         moved: MoveTiming = mover.run()
         arrived = time.perf_counter()
         with self._together("the refresh of the weights", broken) as ranks, PeakMemory(self._device) as refreshing:
             if self._destination is not None:
-                write_fields(self._destination, self._wanted)
+                ranks.attempt(lambda: write_fields(self._destination, self._wanted))
+            else:
+                ranks.refuse(None)
             written = time.perf_counter()
             if self._destination is not None:
                 refresh_from_masters(self._destination)
                 filled(self._destination)
             ranks.tell_all(None)
         end = time.perf_counter()
+        self._ran = True
         peaks = [moved.peak_bytes, refreshing.bytes]
         return StateMoveTiming(
             prepare_s=prepared - begin,
@@ -318,19 +324,20 @@ class TrainingStateMove:
         return torch.device("cpu") if engine is None else torch.device(engine.device)
 
     def _reread(self, ranks: Assembly) -> dict[str, Any]:
-        refusal: Exception | None = None
-        fields = None
-        side = "source"
-        try:
-            if self._source is not None:
-                check_ready(self._source)
-                fields = read_fields(self._source)
-            side = "destination"
-            if self._destination is not None:
-                check_writable(self._destination)
-        except InputError as error:
-            refusal = InputError(f"{side}: {error}")
-        ranks.refuse(refusal)
+        def read() -> dict[str, Any] | None:
+            side, fields = "source", None
+            try:
+                if self._source is not None:
+                    check_ready(self._source)
+                    fields = read_fields(self._source)
+                side = "destination"
+                if self._destination is not None:
+                    check_writable(self._destination)
+            except InputError as error:
+                raise InputError(f"{side}: {error}") from error
+            return fields
+
+        fields = ranks.attempt(read)
         found = ranks.announce(fields, "the source engine's fields")
         if found is None or found["per_weight"] != self._state.fields["per_weight"]:
             raise InputError(
@@ -343,16 +350,13 @@ class TrainingStateMove:
     def _compiled(self, ranks: Assembly) -> Mover:
         """The mover over both engines' storages, made anew where one of them has another address since."""
         names = list(self._layouts[1].specs)
-        refusal: Exception | None = None
-        source: dict[str, torch.Tensor] = {}
-        destination: dict[str, torch.Tensor] = {}
-        try:
+
+        def storages() -> list[dict[str, torch.Tensor]]:
             if self._destination is not None:
                 prepare(self._destination, self._wanted)
-            source, destination = (training_storages(engine, names) for engine in (self._source, self._destination))
-        except InputError as error:
-            refusal = error
-        ranks.refuse(refusal)
+            return [training_storages(engine, names) for engine in (self._source, self._destination)]
+
+        source, destination = ranks.attempt(storages)
         places = [storage.data_ptr() for held in (source, destination) for storage in held.values()]
         moved_on = ranks.tell_all(self._mover is None or places != self._places)
         if self._mover is None or any(moved_on):
@@ -377,11 +381,16 @@ class TrainingStateMove:
         same = [name for name, spec in destination.specs.items() if source.specs[name].dtype == spec.dtype]
         return only_tensors(source, same), only_tensors(destination, same)
 
-    def _digest_source(self) -> LayoutDigest:
+    def _digest_source(self, ranks: Assembly) -> LayoutDigest:
         source, destination = self._proof()
-        return expected_digest(
-            source, destination, self._rank, training_storages(self._source, source.specs), group=self._group
-        )
+        held = ranks.attempt(lambda: training_storages(self._source, source.specs))
+        try:
+            return expected_digest(source, destination, self._rank, held, group=self._group)
+        except DigestMismatch as error:
+            raise DigestMismatch(
+                f"the source's own copies differ, so that none can be proved: {error}. Buffers that each rank computes "
+                "for itself, such as running statistics, have to be made equal first (broadcast them)"
+            ) from error
 
     def verify(self) -> StateMoveReport:
         """Hold the destination against the source, bit by bit and field by field. Collective, the same on every rank.
@@ -390,9 +399,11 @@ class TrainingStateMove:
         ``run`` wrote. Without ``run(prove=True)`` the source is digested now, so it must not have trained on since.
         """
         with self._together("the check of the move", "") as ranks:
-            expected = self._digest_source() if self._expected is None else self._expected
+            if not self._ran:
+                raise InputError("nothing has moved yet: call run() before verify()")
+            expected = self._digest_source(ranks) if self._expected is None else self._expected
             layout = expected.layout
-            held = training_storages(self._destination, layout.specs)
+            held = ranks.attempt(lambda: training_storages(self._destination, layout.specs))
             report: DigestReport = compare(
                 expected, digest_layout(layout, self._rank, held, replicas=True, group=self._group)
             )

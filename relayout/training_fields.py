@@ -10,6 +10,7 @@ writing are local; the ranks of one engine hold the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -71,9 +72,9 @@ def _per_weight(flat: torch.Tensor, value: Any) -> bool:
 def read_fields(engine: Any) -> dict[str, Any]:
     """Every field, as JSON-able data. A rank that holds the engine calls this; no communication.
 
-    ``homes``: names that share one tensor of state; ``per_weight``: state -> name -> dtype, of what moves by a layout;
-    ``per_parameter``: name -> state -> value, of what does not. Raises InputError where something of it cannot be
-    carried, naming the place.
+    ``shaped``: whether state has the parameters' shapes, not flat ones; ``homes``: names that share one tensor of
+    state; ``per_weight``: state -> name -> dtype, of what moves by a layout; ``per_parameter``: name -> state -> value,
+    of what does not. Raises InputError where something of it cannot be carried, naming the place.
     """
     base = base_optimizer(engine)
     groups: list[dict[str, Any]] = []
@@ -92,7 +93,7 @@ def read_fields(engine: Any) -> dict[str, Any]:
             if str(key).endswith(_HOST_COPY):
                 continue
             moves = _per_weight(flat, value)
-            told = None if moves else encode(value, f"optimizer state {key} of {names[0] if names else 'no parameter'}")
+            told = None if moves else _encode_state(key, value, names)
             for name in names:
                 if moves:
                     per_weight.setdefault(key, {})[name] = str(value.dtype).removeprefix("torch.")
@@ -108,7 +109,19 @@ def read_fields(engine: Any) -> dict[str, Any]:
         "per_parameter": per_parameter,
         "scheduler": _read_scheduler(engine),
         "scaler": _read_scaler(engine.optimizer),
+        "autocast": _read_autocast(engine),
+        "shaped": any(flat.dim() != 1 for _, _, flat in _homes(engine)),
     }
+
+
+def _encode_state(key: str, value: Any, names: tuple[str, ...]) -> Any:
+    place = f"optimizer state {key} of {names[0] if names else 'no parameter'}"
+    if isinstance(value, torch.Tensor) and value.numel() > 1:
+        raise InputError(
+            f"{place} is a tensor {list(value.shape)}, neither one value per weight nor a single one: its shape hangs "
+            "on how the engine keeps the parameter, so it cannot be carried to another"
+        )
+    return encode(value, place)
 
 
 def _read_scheduler(engine: Any) -> dict[str, Any] | None:
@@ -117,7 +130,33 @@ def _read_scheduler(engine: Any) -> dict[str, Any] | None:
         return None
     if not hasattr(scheduler, "state_dict"):
         raise InputError(f"the lr scheduler, a {_type_name(scheduler)}, has no state_dict: it cannot be carried")
-    return {"type": _type_name(scheduler), "state": encode(dict(scheduler.state_dict()), "lr scheduler")}
+    state = dict(scheduler.state_dict())
+    return {
+        "type": _type_name(scheduler),
+        "state": encode(state, "lr scheduler"),
+        "settings": _settings(scheduler, state),
+    }
+
+
+def _settings(scheduler: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scheduler's state_dict leaves out of the schedule itself, as DeepSpeed's do: plain public attributes."""
+    found = {}
+    for key, value in vars(scheduler).items():
+        if key not in state and not key.startswith("_"):
+            with contextlib.suppress(InputError):
+                found[key] = encode(value, key)
+    return found
+
+
+def _autocast_scaler(engine: Any) -> Any | None:
+    """torch's GradScaler, where DeepSpeed trains under torch.autocast in fp16."""
+    inside = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return inside or getattr(engine, "torch_autocast_z0_gradscaler", None)
+
+
+def _read_autocast(engine: Any) -> Any | None:
+    scaler = _autocast_scaler(engine)
+    return None if scaler is None else encode(dict(scaler.state_dict()), "autocast gradient scaler")
 
 
 def _scaler(optimizer: Any) -> Any | None:
@@ -167,6 +206,12 @@ def write_fields(engine: Any, wanted: Mapping[str, Any]) -> None:
         setattr(engine, name, value)
     if wanted["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(decode(wanted["scheduler"]["state"], device))
+        for key, value in wanted["scheduler"]["settings"].items():
+            setattr(engine.lr_scheduler, key, decode(value, device))
+    if wanted["autocast"] is not None:
+        scaler = _autocast_scaler(engine)
+        if scaler is not None:
+            scaler.load_state_dict(decode(wanted["autocast"], device))
     if wanted["scaler"] is not None:
         scaler = _scaler(engine.optimizer)
         for key, value in wanted["scaler"]["fields"].items():

@@ -19,6 +19,24 @@ from relaymeter.relayout.state_move import TrainingStateMove
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.training_fields import read_fields
 
+
+class Counting(Uneven):
+    """With a buffer that each rank may count for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+
+class Lazy(Uneven):
+    """With a parameter that takes no part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.randn(3))
+
+
+INPUTS_OF = INPUTS | {"Counting": 5}
 STATES = (None, "exp_avg", "exp_avg_sq")
 
 
@@ -41,7 +59,12 @@ def built(
 
 def step(engine: Any, steps: int = 1, kind: Any = Uneven) -> None:
     if engine is not None:
-        train(engine, torch.full((2, INPUTS[kind.__name__]), 0.5, dtype=torch.bfloat16), steps)
+        train(engine, torch.full((2, INPUTS_OF[kind.__name__]), 0.5, dtype=torch.bfloat16), steps)
+
+
+def loss(engine: Any) -> float:
+    with torch.no_grad():
+        return float(engine(torch.full((2, 5), 0.25, dtype=torch.bfloat16)))
 
 
 def wholes(engine: Any) -> dict[str, torch.Tensor]:
@@ -73,6 +96,8 @@ def repeats(seat: Seat) -> dict[str, Any]:
     for number, move in enumerate(there):
         move.run(prove=True)
         found[f"there {number}"] = [move.verify().ok, differing(large, small)]
+        heard = [None if engine is None else loss(engine) for engine in (large, small)]
+        found["heard"] = heard[1] is None or heard[0] == heard[1]  # ZeRO-3 had gathered what was there before
         if number == 1 and large is not None:  # in between the idle engine has no memory
             freed = release(large)
             found["freed"] = [freed > 0, released(large)]
@@ -152,6 +177,30 @@ def refusals(seat: Seat) -> dict[str, str]:
     if fresh is not None:
         fresh.backward(fresh(batch))
     found["gradients wait"] = refusal(move.run)
+    summing = built(seat, 1, (0, 1), 1, data_types={"grad_accum_dtype": "fp32"})
+    if summing is not None:
+        summing.backward(summing(batch))
+        found["optimizer"] = type(summing.optimizer).__name__
+    tell("sums wait", built(seat, 1, (1, 2), 3, data_types={"grad_accum_dtype": "fp32"}), summing)
+    ready = built(seat, 2, (1, 2), 3)
+    move = TrainingStateMove(first, ready)
+    found["too early"] = refusal(move.verify)
+    if ready is not None:
+        release(ready)
+    found["released"] = refusal(move.run)
+    if ready is not None:
+        restore(ready)
+    move.run()
+    found["still in order"] = refusal(lambda: move.verify().raise_for_mismatch())
+    uneven = built(seat, 1, (0, 1), 4, Counting)
+    step(uneven, 1, Counting)
+    if uneven is not None:
+        uneven.module.seen += seat.rank
+    move = TrainingStateMove(uneven, built(seat, 3, (1, 2), 5, Counting))
+    found["own buffers"] = refusal(lambda: move.run(prove=True))
+    if uneven is not None:
+        uneven.module.seen.zero_()
+    found["broadcast"] = refusal(lambda: move.run(prove=True))
     if seat.rank == 1:
         first.optimizer.param_groups[0]["lr"] = 0.5
     tell("ranks differ", built(seat, 2, (1, 2), 3))
@@ -196,3 +245,74 @@ def alone(seat: Seat) -> Any:
     few = group_of((1, 2)) if seat.rank < 3 else None
     short = refusal(lambda: TrainingStateMove(first, None, group=few)) if few is not None else "not called"
     return [report.ok, report.total, differing(first, second), short]
+
+
+def leftovers(seat: Seat) -> dict[str, Any]:
+    """What the destination had and the source has not: states, entries of groups, scaling flags, moments of a parameter
+    that has none in the source."""
+    found: dict[str, Any] = {}
+    plain = {"bf16": {"enabled": False}}
+    first, second = built(seat, 0, (0, 1), 1, Lazy, **plain), built(seat, 1, (2, 3), 2, Lazy, **plain)
+    for engine in (first, second):
+        if engine is not None:
+            train(engine, torch.full((2, 5), 0.5), 2)
+    if second is not None:
+        base = second.optimizer.optimizer
+        (flat,) = base.state
+        base.state[flat]["extra"] = torch.tensor(1.0)
+        base.state[flat]["exp_avg"] += 1.0
+        base.param_groups[0]["extra"] = 1
+        second.optimizer.external_loss_scale = 5.0
+    move = TrainingStateMove(first, second)
+    move.run(prove=True)
+    report = move.verify()
+    found["ok"] = [report.ok, list(report.fields), report.passed == report.total]
+    if second is not None:
+        moments = whole_masters(second, "exp_avg")  # as DeepSpeed links them
+        found["unused"] = moments["unused"].tolist()
+        found["left"] = ["extra" in base.state[flat], "extra" in base.param_groups[0]]
+        found["used"] = bool(moments["a.weight"].abs().sum() > 0) and bool((moments["a.weight"] < 0.9).all())
+    third, fourth = built(seat, 1, (0, 1), 1, bf16={"enabled": False}, fp16={"enabled": True}), None
+    fourth = built(seat, 2, (2, 3), 2, bf16={"enabled": False}, fp16={"enabled": True})
+    if fourth is not None:
+        fourth.optimizer.external_loss_scale, fourth.optimizer.custom_loss_scaler = 5.0, True
+    move = TrainingStateMove(third, fourth)
+    move.run()
+    found["flags"] = list(move.verify().fields)
+    if fourth is not None:
+        found["scale"] = [fourth.optimizer.external_loss_scale, fourth.optimizer.custom_loss_scaler]
+    return found
+
+
+def scheduled(seat: Seat) -> dict[str, Any]:
+    """Two groups in another order on the other side, and a warm-up of another length: rates after two more steps."""
+    found: dict[str, Any] = {}
+    kinds = {"lambda": {"scheduler": {}}, "warm-up": {}}
+    for name, settings in kinds.items():
+        engines = []
+        for number, ranks in enumerate(((0, 1), (2, 3))):
+            model = model_of(Decayed, number) if seat.rank in ranks else None
+            entries = config(2, 1) | {
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9 + 41 * number}}
+            }
+            more = {}
+            if model is not None:
+                groups = [group | {"lr": rate} for group, rate in zip(decay_groups(model), (0.1, 0.01), strict=True)]
+                more["model_parameters"] = groups[:: -1 if number else 1]
+                if name == "lambda":
+                    more["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, halved)
+            engines.append(engine_over(ranks, model, entries | settings, **more))
+        step(engines[0], 1, Decayed)
+        move = TrainingStateMove(*engines)
+        move.run(prove=True)
+        found[name] = list(move.verify().fields)
+        for engine in engines:
+            step(engine, 2, Decayed)
+            if engine is not None:
+                by_decay = {group["weight_decay"]: group["lr"] for group in engine.optimizer.param_groups}
+                found[f"{name} rates"] = [by_decay[0.1], by_decay[0.0]]
+    return found
+
+
+def halved(step_number: int) -> float:
+    return float(0.5**step_number)

@@ -46,7 +46,10 @@ def test_a_released_engine_holds_nothing_and_trains_on_like_its_twin_once_it_is_
         refused, (said, gone, released) = one.pop("refused"), one.pop("freed")
         said_when_hollow, hollow = one.pop("hollow")
         assert hollow == "True"
-        assert "was restored and is still empty, so step has nothing to work on: run a TrainingStateMove" in said_when_hollow
+        assert (
+            "was restored and is still empty, so step has nothing to work on: run a TrainingStateMove"
+            in said_when_hollow
+        )
         assert said == gone > 1000
         assert released
         assert len(refused) == 9

@@ -17,6 +17,7 @@ def test_a_move_planned_once_carries_what_was_trained_since(ranks: Any) -> None:
             assert each[f"back {number}"] == [True, [], 0], rank
         assert each["steps"] == 2 + 3 * 2
         assert each["freed"] == [True, True]
+        assert each["heard"]
         # 58 values (57 and a padded one) or 57 of master and two moments: each arrives once
         assert each["bytes"] == [57 * 3 * 4] * 3
 
@@ -52,14 +53,19 @@ def test_what_does_not_fit_is_refused_on_every_rank_before_anything_moves(ranks:
         "other groups": "share parameter group 0 of the destination",
         "inside a window": "inside an accumulation window (micro step 1 of 2)",
         "gradients wait": "holds gradients of a backward pass",
+        "sums wait": "holds gradients of a backward pass",
+        "too early": "call run() before verify()",
+        "released": "destination: the engine has given its memory back",
+        "own buffers": "have to be made equal first (broadcast them)",
         "ranks differ": "0.5 in rank 1",
     }
     for each in found:
         for name, part in parts.items():
             assert part in each[name], each[name]
-            assert each[name].startswith(("InputError", "PlanDisagreement"))
-        assert each["window over"] == "no error"
+            assert each[name].startswith(("InputError", "PlanDisagreement", "DigestMismatch"))
+        assert each["window over"] == each["still in order"] == each["broadcast"] == "no error"
         assert each["source"] == "True"
+    assert found[0]["optimizer"] == "BF16_Optimizer"
 
 
 def test_ties_frozen_and_empty_parameters_buffers_and_no_state_yet(ranks: Any) -> None:
@@ -81,3 +87,23 @@ def test_ranks_without_an_engine_need_not_take_part(ranks: Any) -> None:
         assert each[:3] == [True, 4 * 3 + 4 * 2, []]
     assert "no rank gave a destination engine" in found[1][3]
     assert found[2][3] == found[1][3]
+
+
+def test_what_only_the_destination_had_is_gone_after_the_move(ranks: Any) -> None:
+    found = ranks(4).call("jobs_state_move:leftovers", limit_s=120)
+    for each in found:
+        assert each["ok"] == [True, [], True]
+        assert each["flags"] == []
+    for each in found[2:]:
+        assert each["unused"] == [0.0, 0.0, 0.0]
+        assert each["left"] == [False, False]
+        assert each["used"]
+        assert each["scale"] == [None, False]
+
+
+def test_rates_go_with_their_group_and_schedules_with_all_their_settings(ranks: Any) -> None:
+    found = ranks(4).call("jobs_state_move:scheduled", limit_s=120)
+    for each in found:
+        assert each["lambda"] == each["warm-up"] == []
+        assert each["lambda rates"] == [0.1 * 0.125, 0.01 * 0.125]  # three steps, halved by each
+        assert each["warm-up rates"] == found[0]["warm-up rates"]

@@ -36,6 +36,8 @@ def fields(
         "per_parameter": {name: {"step": encode(torch.tensor(step), "")} for name, step in steps.items()},
         "scheduler": None,
         "scaler": STATIC,
+        "autocast": None,
+        "shaped": False,
         **more,
     }
 
@@ -93,8 +95,8 @@ def test_micro_steps_count_in_the_micro_batches_of_the_destination(
     assert found["engine"] == {"global_steps": 3, "global_samples": 24, "micro_steps": wanted, "skipped_steps": 1}
 
 
-def scheduler(**state: Any) -> dict[str, Any]:
-    return {"type": "StepLR", "state": encode(state, "")}
+def scheduler(kind: str = "StepLR", settings: dict[str, Any] | None = None, **state: Any) -> dict[str, Any]:
+    return {"type": f"torch.optim.lr_scheduler.{kind}", "state": encode(state, ""), "settings": settings or {}}
 
 
 def test_a_schedulers_rates_follow_the_groups_they_belong_to() -> None:
@@ -104,19 +106,65 @@ def test_a_schedulers_rates_follow_the_groups_they_belong_to() -> None:
     assert found == {"base_lrs": [2.0, 2.0, 1.0], "last_epoch": 3}
 
 
+def test_rates_follow_groups_that_are_as_many_but_in_another_order() -> None:
+    settings = {"org_lrs": encode([0.1, 0.01], ""), "warmup_num_steps": 9}
+    inner = {"base_lrs": [0.1, 0.01], "last_epoch": 3}
+    state = {"lr_lambdas": [None, {"k": 1}], "_schedulers": [inner, inner], "_milestones": [4, 8]}
+    source = fields([(["a"], 0.1), (["b", "c"], 0.01)], EACH, {}, scheduler=scheduler(settings=settings, **state))
+    other = fields([(["b", "c"], 0.1), (["a"], 0.01)], EACH, {}, scheduler=scheduler())
+    found = expected_fields(source, other)["scheduler"]
+    turned = {"base_lrs": [0.01, 0.1], "last_epoch": 3}
+    assert decode(found["state"]) == {
+        "lr_lambdas": [{"k": 1}, None],
+        "_schedulers": [turned, turned],
+        "_milestones": [4, 8],  # as long as the groups are many, but not theirs
+    }
+    assert decode(found["settings"]["org_lrs"]) == [0.01, 0.1] and found["settings"]["warmup_num_steps"] == 9
+
+
+def test_a_list_that_only_happens_to_be_as_long_as_the_groups_is_kept() -> None:
+    phases = [{"end_step": 2}, {"end_step": 9}]
+    source = fields([(["a"], 0.1), (["b", "c"], 0.1)], EACH, {}, scheduler=scheduler(_schedule_phases=phases))
+    other = fields([(["a", "b", "c"], 0.1)], EACH, {}, scheduler=scheduler())
+    assert decode(expected_fields(source, other)["scheduler"]["state"]) == {"_schedule_phases": phases}
+
+
+def test_an_unknown_schedulers_lists_are_not_guessed_at() -> None:
+    mine = {"type": "mine.Schedule", "state": encode({"rates": [1, 2]}, ""), "settings": {}}
+    source = fields([(["a"], 0.1), (["b", "c"], 0.2)], EACH, {}, scheduler=mine)
+    assert expected_fields(source, source)["scheduler"] == mine
+    with pytest.raises(InputError, match=r"which lists of mine\.Schedule go by group is not known"):
+        expected_fields(source, fields([(["b", "c"], 0.2), (["a"], 0.1)], EACH, {}, scheduler=mine))
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"optimizer": "torch.optim.sgd.SGD"}, "optimizer is torch.optim.adamw.AdamW.*torch.optim.sgd.SGD"),
-        ({"scheduler": scheduler()}, "scheduler is missing, the destination's StepLR"),
+        ({"scheduler": scheduler()}, "scheduler is missing, the destination's torch.optim.lr_scheduler.StepLR"),
         ({"scaler": DYNAMIC}, r"LossScaler \(static\), the destination by DynamicLossScaler \(dynamic\)"),
         ({"scaler": {**DYNAMIC, "type": "Other"}}, "loss"),
+        ({"autocast": {"dict": []}}, "only the destination scales gradients under torch_autocast"),
     ],
 )
 def test_engines_of_different_kinds_are_refused(change: dict[str, Any], text: str) -> None:
     source = fields([(["a"], 0.1)], [["a"]], {})
     with pytest.raises(InputError, match=text):
         expected_fields(source, {**copy.deepcopy(source), **change})
+
+
+def test_an_optimizer_that_looks_at_shapes_stays_among_its_kind() -> None:
+    flat = fields([(["a"], 0.1)], [["a"]], {}, optimizer="torch.optim._adafactor.Adafactor")
+    assert expected_fields(flat, flat)["optimizer"] == "torch.optim._adafactor.Adafactor"
+    with pytest.raises(InputError, match="the source has flat parameters, the destination whole ones"):
+        expected_fields(flat, {**flat, "shaped": True})
+
+
+def test_the_history_of_an_autocast_scaler_is_kept() -> None:
+    history = encode({"scale": 65536.0, "_growth_tracker": 3}, "")
+    source = fields([(["a"], 0.1)], [["a"]], {}, autocast=history)
+    fresh = fields([(["a"], 0.1)], [["a"]], {}, autocast=encode({"scale": 65536.0, "_growth_tracker": 0}, ""))
+    assert expected_fields(source, fresh)["autocast"] == history
 
 
 def test_two_types_in_one_tensor_are_refused() -> None:

@@ -108,7 +108,7 @@ def run_change(context: StateContext, change: ChangeConfig) -> Iterator[LegResul
     """
     training = change.training
     geometry = None if context.model is None else context.model.geometry()
-    groups = EngineGroups(context.move_limit_s) if context.groups is None else context.groups
+    groups = EngineGroups() if context.groups is None else context.groups
     maker = EngineMaker(training, geometry, groups)
     lives: list[_Live] = []
     try:

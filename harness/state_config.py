@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from relaymeter.harness.config import Config, Count, ModelConfig, Name, PlannerChoice, Seconds, Whole
+from relaymeter.harness.config import Config, Count, ModelConfig, Name, PlannerChoice, Whole
 
 __all__ = [
+    "GLOBAL_BATCH",
     "OFFLOAD_STATES",
     "ROWS",
     "ChangeConfig",
@@ -34,8 +35,22 @@ OptimizerName = Literal["Adam", "AdamW", "deepspeed-Adam", "deepspeed-AdamW", "g
 #: What DeepSpeed's ``offload_states`` takes by name.
 OffloadState = Literal["hp_params", "lp_params", "lp_grads", "optim_states", "contiguous_grad_buffer", "all"]
 OFFLOAD_STATES: tuple[OffloadState, ...] = get_args(OffloadState)
+#: Samples of a step, over all ranks and micro-batches: a multiple of 1, 2, 3, 4, 6 and 8.
+GLOBAL_BATCH = 24
 #: More ranks than any world that a machine starts.
 _MOST_RANKS = 4096
+
+
+#: ZeRO stages that offload states.
+Stage = Annotated[int, Field(strict=True, ge=1, le=3)]
+Yes = Annotated[bool, Field(strict=True)]
+
+
+def _different(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    twice = next((value for value in values if values.count(value) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} stands in it twice: give each once")
+    return values
 
 
 def _ranks(value: Any) -> Any:
@@ -70,14 +85,30 @@ class EngineConfig(Config):
         for key in ("tensor_parallel", "expert_parallel"):
             degree, have = getattr(self, key), len(self.ranks)
             if have % degree:
-                raise ValueError(f"{have} ranks % {key} {degree} = {have % degree}, not 0")
-        copies = len(self.ranks) // self.tensor_parallel
-        if copies % self.expert_parallel:
+                raise ValueError(
+                    f"{have} ranks % {key} {degree} = {have % degree}, not 0: give a multiple of {degree} ranks"
+                )
+        if self.tensor_parallel > 1 and self.expert_parallel > 1:
             raise ValueError(
-                f"{len(self.ranks)} ranks / tensor_parallel {self.tensor_parallel} = {copies}: "
-                f"{copies} % expert_parallel {self.expert_parallel} = {copies % self.expert_parallel}, not 0"
+                f"tensor_parallel {self.tensor_parallel} and expert_parallel {self.expert_parallel}: an engine has one "
+                "of them"
+            )
+        shares = len(self.ranks) // self.tensor_parallel * self.gradient_accumulation
+        if GLOBAL_BATCH % shares:
+            raise ValueError(
+                f"{len(self.ranks)} ranks / tensor_parallel {self.tensor_parallel} x gradient_accumulation "
+                f"{self.gradient_accumulation} = {shares}, which does not divide the {GLOBAL_BATCH} samples of a step"
             )
         return self
+
+    def check_training(self, training: TrainingConfig, where: str) -> None:
+        """Raise ValueError where this engine cannot train so; ``where`` says which it is."""
+        if self.expert_parallel > 1 and training.model != "moe":
+            raise ValueError(
+                f"{where}: expert_parallel {self.expert_parallel} needs training.model 'moe', not {training.model!r}"
+            )
+        if self.tensor_parallel > 1 and training.model == "moe":
+            raise ValueError(f"{where}: tensor_parallel {self.tensor_parallel} does not go with training.model 'moe'")
 
     @property
     def label(self) -> str:
@@ -107,7 +138,7 @@ class TrainingConfig(Config):
     groups: Literal["one", "decay", "several"] = "one"
     """Parameter groups: ``one``; ``decay``: matrices with weight decay, vectors without; ``several``: three, each with
     a learning rate, betas and decay of its own."""
-    frozen: bool = False
+    frozen: Yes = False
     """Whether some parameters are frozen."""
     scheduler: Literal["WarmupLR", "WarmupDecayLR", "OneCycle", "StepLR"] | None = None
     """Learning-rate scheduler, DeepSpeed's but for torch's ``StepLR``; None: the rate stays."""
@@ -130,7 +161,7 @@ class ChangeConfig(Config):
     """What is trained: the scenario's training, with the keys given here replaced."""
     world: Count | None = None
     """Ranks of a world of its own; None: the one that most changes share."""
-    checkpoint: bool = False
+    checkpoint: Yes = False
     """Whether the change is also made through a DeepSpeed universal checkpoint and compared."""
     continuation: Whole = 20
     """Steps that the engines train after the last move."""
@@ -140,11 +171,7 @@ class ChangeConfig(Config):
         for number, engine in enumerate(self.path, 1):
             if self.world is not None and max(engine.ranks) >= self.world:
                 raise ValueError(f"path number {number}: rank {max(engine.ranks)} of a world of {self.world} ranks")
-            if engine.expert_parallel > 1 and self.training.model != "moe":
-                raise ValueError(
-                    f"path number {number}: expert_parallel {engine.expert_parallel} needs training.model 'moe', "
-                    f"not {self.training.model!r}"
-                )
+            engine.check_training(self.training, f"path number {number}")
         return self
 
     @property
@@ -181,13 +208,19 @@ class RoundsConfig(Config):
     steps: Count = 1
     """Steps trained after each move."""
 
+    @model_validator(mode="after")
+    def _names_differ(self) -> RoundsConfig:
+        if self.first_name == self.second_name:
+            raise ValueError(f"first_name and second_name are both {self.first_name!r}: give each a name of its own")
+        return self
+
 
 class StateSuite(Config):
     """What ``run --suite`` takes where the command line says nothing else."""
 
     planner: PlannerChoice = "classes"
     """Planner, or both, one after the other."""
-    bound_s: Seconds | None = None
+    bound_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     """Seconds that the whole suite may take on this kind of machine; None: any."""
 
 
@@ -233,6 +266,8 @@ class StateScenario(Config):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two [[changes]] are named {twice[0]!r}: give each a name of its own")
+        for key in ("first", "second") if self.rounds is not None else ():
+            getattr(self.rounds, key).check_training(self.training, f"rounds.{key}")
         trained = [self.training, *(change.training for change in self.changes)]
         if self.model is None and any(training.model == "qwen3" for training in trained):
             raise ValueError("training.model 'qwen3' needs the table [model] with its geometry")
@@ -258,15 +293,15 @@ class OffloadScenario(Config):
     """Geometry of the model that the engines train."""
     ranks: Count = 2
     """Ranks of every engine."""
-    stages: Annotated[tuple[Annotated[int, Field(strict=True, ge=1, le=3)], ...], Field(min_length=1)] = (1, 2, 3)
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1), AfterValidator(_different)] = (1, 2, 3)
     """ZeRO stages, an engine each."""
-    states: Annotated[tuple[OffloadState, ...], Field(min_length=1)] = OFFLOAD_STATES
+    states: Annotated[tuple[OffloadState, ...], Field(min_length=1), AfterValidator(_different)] = OFFLOAD_STATES
     """Kinds of state, each alone; ``all``: all together."""
-    pinned: Annotated[tuple[bool, ...], Field(min_length=1)] = (True, False)
+    pinned: Annotated[tuple[Yes, ...], Field(min_length=1), AfterValidator(_different)] = (True, False)
     """Whether the host's memory is pinned."""
-    blocking: Annotated[tuple[bool, ...], Field(min_length=1)] = (True, False)
+    blocking: Annotated[tuple[Yes, ...], Field(min_length=1), AfterValidator(_different)] = (True, False)
     """Whether the copies are waited for before the call returns."""
-    between: tuple[Annotated[int, Field(strict=True, ge=1, le=3)], ...] = (1, 2, 3)
+    between: Annotated[tuple[Stage, ...], AfterValidator(_different)] = (1, 2, 3)
     """Stages whose gradients are offloaded between a backward pass and the step too; below 3 none are left after it."""
     optimizer: OptimizerName = "deepspeed-AdamW"
     """Optimizer; DeepSpeed's ZeRO-3 offloads the states of its own Adam and AdamW only."""
@@ -276,3 +311,9 @@ class OffloadScenario(Config):
     """Offloads and reloads of each kind of state."""
     seed: Whole = 0
     """Seed of the weights and of the batches."""
+
+    @model_validator(mode="after")
+    def _ranks_divide(self) -> OffloadScenario:
+        if GLOBAL_BATCH % self.ranks:
+            raise ValueError(f"ranks {self.ranks} do not divide the {GLOBAL_BATCH} samples of a step")
+        return self

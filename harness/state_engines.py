@@ -23,15 +23,13 @@ import torch.distributed as dist
 
 from relaymeter.errors import InputError
 from relaymeter.harness.models import Qwen3Geometry
-from relaymeter.harness.state_config import EngineConfig, TrainingConfig
+from relaymeter.harness.state_config import GLOBAL_BATCH, EngineConfig, TrainingConfig
 from relaymeter.harness.state_models import AUTOTP_PATTERNS, GroupStep, build_model, parameter_groups, samples
 from relaymeter.relayout import subgroup
 from relaymeter.relayout.own_groups import Grid, make_grid
 
-__all__ = ["GLOBAL_BATCH", "EngineGroups", "EngineMaker", "build_engine", "data_parallel", "engine_settings", "train"]
+__all__ = ["EngineGroups", "EngineMaker", "build_engine", "data_parallel", "engine_settings", "train"]
 
-#: Samples of a step, over all ranks and micro-batches: a multiple of 1, 2, 3, 4, 6 and 8.
-GLOBAL_BATCH = 24
 _BUCKET = 100_000
 _LR = 0.01
 #: The scale grows every fourth clean step; every eighth step overflows, by its batch and so in every layout alike.

@@ -22,10 +22,10 @@ from relaymeter.harness.models import Qwen3Geometry
 from relaymeter.harness.moves import planners_of
 from relaymeter.harness.offload import run_offload
 from relaymeter.harness.state_cells import run_change
-from relaymeter.harness.state_config import ChangeConfig, EngineConfig, TrainingConfig
+from relaymeter.harness.state_config import GLOBAL_BATCH, ChangeConfig, EngineConfig, TrainingConfig
 from relaymeter.harness.state_context import StateContext
 from relaymeter.harness.state_emit import leg_text, offload_text
-from relaymeter.harness.state_engines import GLOBAL_BATCH, EngineGroups, EngineMaker, data_parallel, quiet
+from relaymeter.harness.state_engines import EngineGroups, EngineMaker, data_parallel, quiet
 from relaymeter.harness.state_models import samples
 from relaymeter.harness.state_rounds import run_rounds
 from relaymeter.harness.state_rows import leg_row, offload_row, refused_row
@@ -63,7 +63,7 @@ def run_state_job(job: StateJob, world: World, say: Say) -> Iterator[list[StateR
             )
             return
         planners = planners_of(job.planner)
-        groups = EngineGroups(job.move_limit_s)
+        groups = EngineGroups(job.time_limit_s)
         begin = time.monotonic()
         for number, change in enumerate(changes):
             for planner in planners:
@@ -72,7 +72,7 @@ def run_state_job(job: StateJob, world: World, say: Say) -> Iterator[list[StateR
                 context = make_context(job, world, heartbeat, planner, fault, say, groups)
                 done = _change(job, world, context, change, f"{number}/{planner}")
                 if any(row.refused is not None for row in done):
-                    groups = EngineGroups(job.move_limit_s)  # a refusal may leave ranks apart in the old ones
+                    groups = EngineGroups(job.time_limit_s)  # a refusal may leave ranks apart in the old ones
                 rows += done
                 yield rows
         say(f"all changes: {time.monotonic() - begin:.0f} s")

@@ -52,8 +52,10 @@ def test_an_engine_is_named_by_stage_ranks_and_degrees(
         ({"stage": 3, "ranks": 4, "expert_parallel": 3}, "4 ranks % expert_parallel 3 = 1, not 0"),
         (
             {"stage": 1, "ranks": 4, "tensor_parallel": 2, "expert_parallel": 4},
-            "4 ranks / tensor_parallel 2 = 2: 2 % expert_parallel 4 = 2, not 0",
+            "tensor_parallel 2 and expert_parallel 4: an engine has one of them",
         ),
+        ({"stage": 3, "ranks": 5}, "= 5, which does not divide the 24 samples of a step"),
+        ({"stage": 3, "ranks": 2, "gradient_accumulation": 5}, "= 10, which does not divide the 24 samples of a step"),
         ({"stage": 3, "ranks": 2, "tp": 2}, "unknown key 'tp': "),
     ],
 )
@@ -176,3 +178,29 @@ def test_keys_are_documented(request: pytest.FixtureRequest) -> None:
         for name, field in model.model_fields.items():
             assert f"`{name}`" in text or f"`[{name}]`" in text or f"`[[{name}]]`" in text, name
             assert field.description, name
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"rounds": {"first_name": "DP", "second_name": "DP"}}, "first_name and second_name are both 'DP'"),
+        ({"rounds": {"second_name": "first"}}, "first_name and second_name are both 'first'"),
+        (
+            {"rounds": {"first": {"stage": 3, "ranks": 2, "expert_parallel": 2}}},
+            "rounds.first: expert_parallel 2 needs training.model 'moe', not 'dense'",
+        ),
+        (
+            {"training": {"model": "moe"}, "rounds": {"second": {"stage": 3, "ranks": 2, "tensor_parallel": 2}}},
+            "rounds.second: tensor_parallel 2 does not go with training.model 'moe'",
+        ),
+        ({"training": {"frozen": "yes"}}, "training.frozen"),
+        ({"suite": {"bound_s": "9"}}, "suite.bound_s"),
+    ],
+)
+def test_rounds_that_cannot_be_are_refused(entry: dict[str, Any], expected: str) -> None:
+    whole = {"kind": "training-state", "name": "mine", **entry}
+    engines = {"first": {"stage": 3, "ranks": 2}, "second": {"stage": 3, "ranks": 1}}
+    whole["rounds"] = engines | entry.get("rounds", {})
+    with pytest.raises(InputError) as refused:
+        check(StateScenario, whole, "mine.toml")
+    assert expected in str(refused.value)

@@ -36,7 +36,22 @@ def test_a_change_is_one_line_with_its_moves_added_up_under_its_row_of_the_matri
     (table,) = lines([STATE, BACK])
     assert table[0] == "world size: 1 change"
     (line,) = [text for text in table if "z3-4-2-4" in text]
-    expected = ["z3-4-2-4", "zero3", "x4", "<->", "zero3", "x2", "20.0", "50.0", "6.0", "52.0", "108", "kB", "84/84", "60/60"]
+    expected = [
+        "z3-4-2-4",
+        "zero3",
+        "x4",
+        "<->",
+        "zero3",
+        "x2",
+        "20.0",
+        "50.0",
+        "6.0",
+        "52.0",
+        "108",
+        "kB",
+        "84/84",
+        "60/60",
+    ]
     assert line.split() == [*expected, "bit-equal", "bit-equal", "ok"]
     assert state_emit.checkpoint_lines([STATE, BACK]) == []
     (text,) = state_emit.checkpoint_lines([replace(BACK, checkpoint="cannot: no AutoTP")])

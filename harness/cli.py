@@ -357,8 +357,24 @@ def _speaker() -> str:
     return f"[rank {hint.rank}] " if hint is not None and hint.rank else ""
 
 
+def _open_streams() -> None:
+    """Open the null device on each standard stream that is closed, so that no file gets its number: what starts ranks
+    hands these numbers on."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:  # a lower number was closed meanwhile
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Called in the parent, or on every rank under torchrun."""
+    _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parser = build_parser()

@@ -198,13 +198,22 @@ def work_together(
     path = (
         f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # ninja stands beside python
     )
-    result = launch(
-        [str(job_path), str(result_path)],
-        _spec(cluster),
-        time_limit_s=job.time_limit_s,
-        log_dir=folder,
-        env={"PATH": path, "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")},
-    )
+    scratch = folder / "tmp"  # a rank that is killed leaves its temporary files here
+    scratch.mkdir()
+    try:
+        result = launch(
+            [str(job_path), str(result_path)],
+            _spec(cluster),
+            time_limit_s=job.time_limit_s,
+            log_dir=folder,
+            env={
+                "PATH": path,
+                "TMPDIR": str(scratch),
+                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+            },
+        )
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     code = result.exit_code
     if result.interrupted:
         out.say("interrupted: all ranks have been ended")

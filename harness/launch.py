@@ -7,7 +7,6 @@ log_dir=logs)`` runs ``python -m relaymeter.harness.worker job.json`` once per r
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
@@ -33,6 +32,7 @@ from relaymeter.errors import (
     InputError,
 )
 from relaymeter.harness.box import Box, BoxSpec, BoxUnavailable, EndingSignal, Place, ending_signals
+from relaymeter.harness.processes import end_offspring, state_of
 
 __all__ = [
     "PLACE_VARIABLE",
@@ -62,6 +62,7 @@ PRIORITY = (
 
 _POLL_S = 0.02
 _TERM_WAIT_S = 3.0
+_TIDY_WAIT_S = 0.5  # for a rank to take its build lock back once its compilers have been ended
 _FROZEN_WAIT_S = 1.0
 _TAIL_LINES = 25
 _TAIL_BYTES = 16384
@@ -322,7 +323,7 @@ class _Ranks:
             if failed_at is None and any(_failed(end) for end in self._ends.values()):
                 failed_at = now
             if failed_at is not None:
-                frozen = all(_state(self._processes[rank].pid) == "T" for rank in self._running())
+                frozen = all(state_of(self._processes[rank].pid) == "T" for rank in self._running())
                 frozen_since = (frozen_since or now) if frozen else None
                 if now - failed_at >= grace_s or (frozen_since is not None and now - frozen_since >= _FROZEN_WAIT_S):
                     self.end_all()
@@ -331,18 +332,39 @@ class _Ranks:
         return False
 
     def end_all(self) -> None:
-        """SIGTERM to every rank that runs, SIGKILL to those that are frozen or do not end in time."""
+        """SIGTERM to every rank that runs, SIGKILL to those that are frozen or do not end in time.
+
+        What a rank has started ends first, and such a rank gets a moment before its own SIGTERM: where it waits for a
+        compiler it so hears of the end, and removes the lock of the build.
+        """
         running = self._collect()
         self._told.update(running)
-        for rank in running:
-            self._signal(rank, signal.SIGKILL if _state(self._processes[rank].pid) == "T" else signal.SIGTERM)
-        deadline = time.monotonic() + _TERM_WAIT_S
-        while self._collect() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        parents = [rank for rank in running if self._end_offspring(rank)]
+        self._terminate([rank for rank in running if rank not in parents])
+        self._wait_for(parents, _TIDY_WAIT_S)
+        self._terminate([rank for rank in self._collect() if rank in parents])
+        self._wait_for(running, _TERM_WAIT_S)
         while left := self._collect():
             for rank in left:
                 self._signal(rank, signal.SIGKILL)
             time.sleep(_POLL_S)
+
+    def _terminate(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._end_offspring(rank)
+            self._signal(rank, signal.SIGKILL if state_of(self._processes[rank].pid) == "T" else signal.SIGTERM)
+
+    def _wait_for(self, ranks: Sequence[int], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not set(ranks).isdisjoint(self._collect()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _end_offspring(self, rank: int) -> bool:
+        """SIGKILL to every process that this rank, which is not reaped yet, has started; whether there were any.
+
+        A compiler of a build is in a process group of its own, so the rank's group alone would leave it behind.
+        """
+        return end_offspring(self._processes[rank].pid)
 
     def _running(self) -> list[int]:
         return [rank for rank in range(len(self._processes)) if rank not in self._ends]
@@ -356,6 +378,7 @@ class _Ranks:
             # The process is not reaped yet, so its group cannot be anybody else's.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            self._end_offspring(rank)
             code = process.wait()
             self._ends[rank] = RankEnd(
                 rank=rank,
@@ -435,17 +458,6 @@ def _failed(end: RankEnd) -> bool:
 
 def _order(code: int) -> int:
     return PRIORITY.index(code) if code in PRIORITY else len(PRIORITY)
-
-
-def _state(pid: int) -> str:
-    """State letter of a process: T is stopped. Empty where there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESRCH):
-            raise
-        return ""
 
 
 def _signal_name(number: int) -> str:

@@ -382,3 +382,23 @@ def test_planning_a_large_model_on_a_large_cluster_takes_seconds(cli: Any) -> No
     done = cli("plan", "--scenario", "qwen3-32b", "--topology", "16x8", "--move", "tp8", limit_s=50)
     assert done.returncode == 0, done.stderr
     assert "16 nodes x 8 ranks" in done.stdout
+
+
+@pytest.mark.parametrize("closed", [(2,), (1, 2), (0, 1, 2)])
+def test_a_stream_that_is_closed_at_the_start_is_the_null_device(closed: tuple[int, ...], tmp_path: Path) -> None:
+    program = (
+        "import os, subprocess, sys\n"
+        "from relaymeter.harness.cli import main\n"
+        "code = main(sys.argv[2:])\n"
+        "print('heard by nobody', file=sys.stderr, flush=True)\n"
+        'child = \'import os, sys; print(os.readlink("/proc/self/fd/1"), file=open(sys.argv[1], "w"))\'\n'
+        "subprocess.run([sys.executable, '-c', child, sys.argv[1]], stdout=2, check=True)\n"
+        "sys.exit(code)"
+    )
+    shell = 'exec "$@"' + "".join(f" {number}>&-" for number in closed)
+    note, plan = tmp_path / "note", tmp_path / "plan.json"
+    command = ["sh", "-c", shell, "sh", sys.executable, "-c", program, str(note), *PLAN, "--json", str(plan)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert note.read_text() == "/dev/null\n"
+    assert json.loads(plan.read_text())

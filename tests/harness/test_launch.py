@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,17 @@ if action == "child":
 if action == "wait":
     pathlib.Path(value, f"{rank}.pid").write_text(str(os.getpid()))
     time.sleep(60)
+if action == "build":
+    import subprocess
+    lock = pathlib.Path(value, f"{rank}.lock")
+    lock.touch()
+    try:
+        own = [{"process_group": 0}, {"start_new_session": True}][rank % 2]
+        compiler = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True, **own)
+        pathlib.Path(value, f"{rank}.pids").write_text(f"{compiler.pid} {compiler.stdout.readline()}")
+        compiler.wait()
+    finally:
+        lock.unlink()
 if action == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
@@ -192,6 +204,85 @@ def test_what_a_rank_has_started_ends_with_it(start: Callable[..., LaunchResult]
     note = tmp_path / "child"
     assert start(f"child:{note}", "exit:0").exit_code == 0
     assert gone_within(2, [int(note.read_text())])
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_compilers_end_with_the_ranks_and_a_rank_takes_its_lock_back(
+    start: Callable[..., LaunchResult], tmp_path: Path, killed: bool
+) -> None:
+    def stop(pids: list[int]) -> None:
+        for rank in range(2):
+            wait_for(tmp_path / f"{rank}.pids")
+        if killed:  # nothing is told to a rank that is killed from outside: its session alone names its compilers
+            os.kill(pids[0], signal.SIGKILL)
+        else:
+            raise KeyboardInterrupt
+
+    result = start(f"build:{tmp_path}", on_started=stop, grace_s=0.1)
+    assert result.exit_code == (7 if killed else 130)
+    compilers = [int(pid) for rank in range(2) for pid in (tmp_path / f"{rank}.pids").read_text().split()]
+    assert len(compilers) == 4
+    assert gone_within(1, compilers)
+    assert [(tmp_path / f"{rank}.lock").exists() for rank in range(2)] == [killed, False]
+
+
+def test_a_process_that_no_rank_started_stays(start: Callable[..., LaunchResult]) -> None:
+    with subprocess.Popen(["sleep", "60"]) as own, subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        assert start("stubborn", "exit:3", grace_s=0.1).exit_code == 3
+        assert alive(own.pid) and alive(other.pid)
+        own.kill()
+        other.kill()
+
+
+LEAVER = """
+import os, pathlib, signal, sys, tempfile, time
+left = tempfile.mkdtemp(prefix="universal-")
+if os.environ["END"] == "kill" and os.environ["RANK"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ["END"] != "well":
+    time.sleep(60)
+pathlib.Path(sys.argv[2]).parents[1].joinpath(os.environ["RANK"]).write_text(left)
+pathlib.Path(sys.argv[2]).write_text("{}")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("well", 0), ("kill", 7), ("Ctrl-C", 130)])
+def test_temporary_files_of_ranks_go_however_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int
+) -> None:
+    import tempfile
+
+    from relaymeter.harness import commands_ranks, emit
+    from relaymeter.harness.jobs import CalibrateJob, ClusterConfig
+
+    (tmp_path / "leaver.py").write_text(LEAVER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("END", how)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def left() -> list[Path]:
+        return list(tmp_path.rglob("universal-*"))
+
+    def started(_: list[int]) -> None:
+        deadline = time.monotonic() + 20
+        while how != "well" and len(left()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert how == "well" or len(left()) == 2
+        if how == "Ctrl-C":
+            raise KeyboardInterrupt
+
+    def launch_leaver(*given: Any, **options: Any) -> LaunchResult:
+        return launch(*given, module="leaver", grace_s=0.1, on_started=started, **options)
+
+    monkeypatch.setattr(commands_ranks, "launch", launch_leaver)
+    job = CalibrateJob(executor="auto", quick=True, budget_s=1.0, time_limit_s=30.0, nic_per=None, cluster=None)
+    two = ClusterConfig(nodes=2, ranks_per_node=1, shape=False)
+    assert commands_ranks.work_together(job, two, None, emit.Output(None, force=False))[0] == code
+    assert left() == []
+    assert len(list(tmp_path.glob("relaymeter-*/rank0.log"))) == (code == 7)  # logs of a failure stay
+    if how == "well":
+        places = [Path((tmp_path / str(rank)).read_text()) for rank in range(2)]
+        assert {place.parent.name for place in places} == {"tmp"}
 
 
 def test_a_failing_hook_leaves_no_rank(start: Callable[..., LaunchResult], tmp_path: Path) -> None:

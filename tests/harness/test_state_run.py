@@ -58,10 +58,11 @@ def test_a_part_of_the_matrix_is_all_equal_by_every_check(cli: Any, tmp_path: Pa
 def test_a_wrong_bit_and_a_refusal_mark_their_rows_and_the_next_change_is_clean(
     ranks: Callable[[int], RankPool],
 ) -> None:
-    def change(name: str, **last: Any) -> dict[str, Any]:
-        return {"name": name, "row": "stage", "path": [THIRD, {**SECOND, **last}], "continuation": 1}
+    def change(name: str, stage: int = 2, dtype: str = "bfloat16") -> dict[str, Any]:
+        path = [THIRD, {**SECOND, "stage": stage}]
+        return {"name": name, "row": "stage", "path": path, "continuation": 1, "training": {"dtype": dtype}}
 
-    changes = [change("flipped"), change("odd", gradient_accumulation=5), change("clean")]
+    changes = [change("flipped"), change("odd", 0, "float16"), change("clean")]
     wanted = job(Fault(kind="flip", rank=1), changes=changes)
     found, other = ranks(2).call("jobs_state_run:run", asked=wanted, name="faults", limit_s=120)
     rows = rows_of(found)
@@ -75,7 +76,7 @@ def test_a_wrong_bit_and_a_refusal_mark_their_rows_and_the_next_change_is_clean(
     assert rows[0].mismatch is not None and rows[0].mismatch.startswith("exp_avg ")
     assert rows[0].oracle_passed < rows[0].oracle_total and rows[0].oracle_mismatch is not None
     assert "exp_avg " in rows[0].oracle_mismatch
-    assert all("10, which does not divide the 24 samples" in str(row.refused) for row in rows[2:4])
+    assert all("the history of a dynamic scale has no place there" in str(row.refused) for row in rows[2:4])
     verdict = judge_states(rows)
     assert verdict.exit_code == 6
     assert verdict.lines[0].startswith("WRONG BITS in flipped (zero3 x2 -> zero2 x2, classes): 1 of ")

@@ -321,7 +321,7 @@ def _topology_of(name: str) -> Topology:
 EXPECTED_FALLBACKS = {"tp4-tp2x2-both": 33, "tp2x2-tp1x4-both": 46, "tp2-tp2x2-both": 46}
 
 
-@pytest.mark.parametrize("name", shipped_scenarios())
+@pytest.mark.parametrize("name", shipped_scenarios(weights_only=True))
 def test_both_planners_send_equal_bytes_across_nodes_on_every_shipped_scenario(name):
     topology = _topology_of(name)
     moves = plan_scenario(load_scenario(name), topology, planners=("classes", "affine"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import dataclasses
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -23,6 +23,7 @@ from relaymeter.records import (
     read_records,
     write_text,
 )
+from relaymeter.state_records import read_rows
 
 ROW = MoveRecord(
     utc="2026-01-02T03:04:05Z", machine_id="abc", launch_id="def", commit=None, shaped=True, scenario="smoke",
@@ -67,12 +68,14 @@ def test_rows_of_version_1_are_read_as_moves_from_the_trainer() -> None:
 
 def test_the_kept_results_are_read() -> None:
     kept = sorted((Path(__file__).parents[2] / "results").glob("*/*/rows.jsonl"))
-    assert kept
-    for path in kept:
-        for row in read_records(path):
-            assert row.schema_version == 2
-            assert sum(row.source_bytes.values()) == row.bytes_total
-            assert row.scenario == "transitions" or set(row.source_bytes) == {"trainer"}
+    rows = [row for path in kept for row in read_rows(path)]
+    moves = [row for row in rows if isinstance(row, MoveRecord)]
+    assert 0 < len(moves) < len(rows)
+    assert all(row.ok for row in rows)
+    for row in moves:
+        assert row.schema_version == 2
+        assert sum(row.source_bytes.values()) == row.bytes_total
+        assert row.scenario == "transitions" or set(row.source_bytes) == {"trainer"}
 
 
 @pytest.mark.parametrize(

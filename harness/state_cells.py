@@ -32,8 +32,7 @@ from relaymeter.harness.state_oracle import (
     state_difference,
 )
 from relaymeter.relayout.announce import Assembly
-from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES
-from relaymeter.relayout.state_move import StateMoveTiming, TrainingStateMove
+from relaymeter.relayout.state_move import StateMoveTiming
 from relaymeter.units import counted
 
 __all__ = ["CONTINUATION_LIMITS", "LegResult", "run_change"]
@@ -148,17 +147,7 @@ def _move(
 ) -> tuple[LegResult, GatheredState | None]:
     """Move, check the digests and fields, and ask the oracle. ``held``: the source's state as gathered before. The
     second value is the destination's."""
-    move = TrainingStateMove(
-        source.engine,
-        destination.engine,
-        topology=context.topology,
-        planner=context.planner,
-        executor=context.executor,
-        bucket_bytes=context.bucket_bytes or DEFAULT_BUCKET_BYTES,
-        time_limit_s=context.move_limit_s,
-        heartbeat=context.heartbeat,
-        hooks=context.hooks() if first else None,
-    )
+    move = context.plan(source.engine, destination.engine, faulty=first)
     timing = move.run(prove=True)
     if first:
         context.flip(destination.engine)

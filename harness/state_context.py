@@ -21,6 +21,8 @@ from relaymeter.harness.state_engines import EngineGroups
 from relaymeter.relayout.engines import MASTER, KeyStore, engine_storage
 from relaymeter.relayout.execute import Hooks
 from relaymeter.relayout.heartbeat import Heartbeat
+from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES
+from relaymeter.relayout.state_move import TrainingStateMove
 from relaymeter.relayout.topology import Topology
 
 __all__ = ["StateContext", "flip_moment"]
@@ -76,6 +78,21 @@ class StateContext:
             os.kill(os.getpid(), number)
 
         return Hooks(on_round=strike)
+
+    def plan(self, source: Any | None, destination: Any | None, *, faulty: bool = True) -> TrainingStateMove:
+        """The move from one engine into another, by this context's planner, executor and limits. Collective over the
+        world; ``faulty``: whether the job's fault strikes in it."""
+        return TrainingStateMove(
+            source,
+            destination,
+            topology=self.topology,
+            planner=self.planner,
+            executor=self.executor,
+            bucket_bytes=self.bucket_bytes or DEFAULT_BUCKET_BYTES,
+            time_limit_s=self.move_limit_s,
+            heartbeat=self.heartbeat,
+            hooks=self.hooks() if faulty else None,
+        )
 
     def flip(self, engine: Any | None) -> str | None:
         """After the move that the fault belongs to: flip one bit where it says so. Returns what was flipped.

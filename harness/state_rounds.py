@@ -26,7 +26,6 @@ from relaymeter.relayout.announce import Assembly
 from relaymeter.relayout.digest import DIGEST_VERSION
 from relaymeter.relayout.engines import WEIGHTS, engine_storage
 from relaymeter.relayout.guard import guarded
-from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES
 from relaymeter.relayout.state_move import StateMoveReport, StateMoveTiming, TrainingStateMove
 from relaymeter.state_records import StateRecord
 
@@ -73,7 +72,7 @@ def run_rounds(job: StateJob, context_of: Callable[[str], StateContext], world: 
             for source, destination in ways:
                 with _together(job, context, f"round {number} of {planner}"):
                     if source.name not in moves:  # the second engine has an optimizer state once it was moved there
-                        moves[source.name] = _plan(job, context, source, destination)
+                        moves[source.name] = context.plan(source.engine, destination.engine)
                     move = moves[source.name]
                     held = _held(move, source.engine, destination.engine)
                     timing = move.run(prove=True)
@@ -109,21 +108,6 @@ def _build(context: StateContext, maker: EngineMaker, name: str, config: EngineC
     build_s = max(Assembly().tell_all(time.perf_counter() - begin))
     context.say(f"{name}: {config.label} built in {build_s:.1f} s")
     return _End(name, config, engine, build_s)
-
-
-def _plan(job: StateJob, context: StateContext, source: _End, destination: _End) -> TrainingStateMove:
-    move = TrainingStateMove(
-        source.engine,
-        destination.engine,
-        topology=context.topology,
-        planner=context.planner,
-        executor=context.executor,
-        bucket_bytes=job.bucket_bytes or DEFAULT_BUCKET_BYTES,
-        time_limit_s=job.move_limit_s,
-        heartbeat=context.heartbeat,
-        hooks=context.hooks(),
-    )
-    return move
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ runs they count too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch
 from relaymeter.errors import InputError
 from relaymeter.relayout.engine_reading import engine_tensors, master_groups, zero_stage
 from relaymeter.relayout.engines import refresh_weights
+from relaymeter.relayout.idle import nested_tensors, refuse_busy
 
 __all__ = ["filled", "hollow", "release", "released", "restore"]
 
@@ -105,8 +106,7 @@ def release(engine: Any) -> int:
     if released(engine):
         raise InputError("the engine is released already: call restore(engine) before the next release")
     stage = zero_stage(engine)
-    _refuse_offload(engine)
-    _refuse_window(engine)
+    refuse_busy(engine, "release it")
     kept = {_key(buffer) for buffer in _kept_buffers(engine.module)}
     parts = _parts(_state_tensors(engine), kept)
     gathered = _parts(_gathered_copies(engine), kept | {_key_of(part.storage) for part in parts}) if stage == 3 else []
@@ -205,38 +205,6 @@ def _accelerator() -> Any:
     return get_accelerator()
 
 
-def _refuse_offload(engine: Any) -> None:
-    gone = sorted(getattr(entry, "value", str(entry)) for entry in getattr(engine.optimizer, "offloaded_states", ()))
-    if gone:
-        raise InputError(f"the engine has offloaded its {', '.join(gone)}: call engine.reload_states() before release")
-    for key, config in (("optimizer", engine.zero_offload_optimizer()), ("param", engine.zero_offload_param())):
-        device = getattr(config, "device", None) or "none"
-        device = getattr(device, "value", device)
-        if device != "none":
-            raise InputError(
-                f"zero_optimization.offload_{key}.device is {device!r}: such an engine keeps its state outside the "
-                "device's memory; release takes engines without offload"
-            )
-
-
-def _refuse_window(engine: Any) -> None:
-    """Raise InputError where gradients wait for a step."""
-    steps, optimizer = engine.gradient_accumulation_steps(), engine.optimizer
-    inside = engine.micro_steps % steps if engine.managed_gradient_accumulation() else engine._unmanaged_backward_count
-    if inside:
-        raise InputError(
-            f"the engine is inside an accumulation window ({inside} of {steps} micro-batches): release it after the "
-            "step that ends the window"
-        )
-    waiting = [name for name in _GRADIENTS[:2] if any(True for _ in _tensors(getattr(optimizer, name, None)))]
-    if any(any(flags) for flags in getattr(optimizer, "fp32_groups_has_gradients", ())):
-        waiting.append("fp32_groups_has_gradients")
-    if not hasattr(optimizer, "bf16_groups"):  # BF16_Optimizer keeps used gradients until the next backward pass
-        waiting += [name for name, param in engine.module.named_parameters() if param.grad is not None]
-    if waiting:
-        raise InputError(f"gradients wait for a step ({waiting[0]}): release the engine after engine.step()")
-
-
 def _kept_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for part in module.modules():
         for name in part._non_persistent_buffers_set:
@@ -250,11 +218,11 @@ def _state_tensors(engine: Any) -> Iterator[_Named]:
     for held in engine_tensors(engine)[0]:
         yield held.name, held.tensor.ds_tensor if held.partitioned else held.tensor
         for name in ("grad", "grad_accum"):
-            for gradient in _tensors(getattr(held.tensor, name, None)):
+            for gradient in nested_tensors(getattr(held.tensor, name, None)):
                 yield f"gradient of {held.name}", gradient
     optimizer = engine.optimizer
     for name in _GRADIENTS:
-        for gradient in _tensors(getattr(optimizer, name, None)):
+        for gradient in nested_tensors(getattr(optimizer, name, None)):
             yield name, gradient
     if optimizer is None or not hasattr(optimizer, "param_groups"):
         return
@@ -262,7 +230,7 @@ def _state_tensors(engine: Any) -> Iterator[_Named]:
     for group in master_groups(engine)[1]:
         for name, flat in zip(group.names, group.flats, strict=True):
             yield f"master of {name}", flat
-            for gradient in _tensors(flat.grad):
+            for gradient in nested_tensors(flat.grad):
                 yield f"gradient of the master of {name}", gradient
             for key, kept in states.get(flat, {}).items():
                 moves = isinstance(kept, torch.Tensor) and kept.dim() and kept.numel() == flat.numel()
@@ -275,22 +243,8 @@ def _gathered_copies(engine: Any) -> Iterator[_Named]:
     for name, param in engine.module.named_parameters():
         if param.ds_status.name == "AVAILABLE":
             yield name, param.data
-        for second in _tensors(getattr(param, "ds_secondary_tensor", None)):
+        for second in nested_tensors(getattr(param, "ds_secondary_tensor", None)):
             yield name, second
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested lists and dicts, and in DeepSpeed's buckets."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry)
-    elif hasattr(value, "buffer"):
-        yield from _tensors(value.buffer)
 
 
 def _key_of(storage: torch.UntypedStorage) -> tuple[torch.device, int]:

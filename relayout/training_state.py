@@ -20,6 +20,7 @@ from relaymeter.errors import InputError
 from relaymeter.relayout.engine_layout import build_layout
 from relaymeter.relayout.engine_reading import Fragment, master_fragments
 from relaymeter.relayout.engines import MASTER, describe_engine, engine_layout, refresh_weights, weights_storage
+from relaymeter.relayout.idle import refuse_busy
 from relaymeter.relayout.layout import ITEMSIZE, Layout
 from relaymeter.relayout.release import hollow, released
 from relaymeter.relayout.training_fields import base_optimizer, read_fields, state_tensors
@@ -55,37 +56,7 @@ def check_writable(engine: Any) -> None:
         raise InputError(
             "the engine has given its memory back: call relaymeter.relayout.release.restore(engine) before a move"
         )
-    zero = engine._config.zero_config
-    for key in ("offload_optimizer", "offload_param"):
-        config = getattr(zero, key)
-        device = "none" if config is None else str(getattr(config.device, "value", config.device))
-        if device != "none":
-            raise InputError(
-                f"the engine's zero_optimization.{key} is to {device}: such a training state cannot move; build the "
-                "engine without it"
-            )
-    gone = sorted(getattr(kind, "value", str(kind)) for kind in getattr(engine.optimizer, "offloaded_states", ()))
-    if gone:
-        raise InputError(f"the engine has offloaded {', '.join(gone)}: call engine.reload_states() first")
-    window, position = int(engine.gradient_accumulation_steps()), int(engine.micro_steps)
-    if position % window:
-        raise InputError(
-            f"the engine is inside an accumulation window (micro step {position % window} of {window}): move after the "
-            "step that ends it"
-        )
-    if _gradients_wait(engine):
-        raise InputError("the engine holds gradients of a backward pass: call engine.step() before its state moves")
-
-
-def _gradients_wait(engine: Any) -> bool:
-    optimizer = engine.optimizer
-    averaged = getattr(optimizer, "averaged_gradients", None)
-    if averaged is not None:
-        return any(kept is not None and len(kept) for kept in averaged.values())
-    flags = getattr(optimizer, "fp32_groups_has_gradients", None)
-    if flags is not None:
-        return any(any(group) for group in flags)
-    return any(param.grad is not None for param in engine.module.parameters())
+    refuse_busy(engine, "move its state")
 
 
 def read_training_state(

@@ -223,9 +223,9 @@ def test_what_cannot_move_is_refused_by_its_cause_on_every_rank(pool: RankPool) 
         "adapters there": "a.lora_a",
         "adapters here": "a.lora_a",
         "other shape": "a.lora_a",
-        "optimizer on host": "offload_optimizer is to cpu",
-        "parameters on host": "offload_param is to cpu",
-        "NVMe": "offload_optimizer is to nvme",
+        "optimizer on host": "offload_optimizer.device is 'cpu'",
+        "parameters on host": "offload_param.device is 'cpu'",
+        "NVMe": "offload_optimizer.device is 'nvme'",
         "offloaded": "has offloaded",
     }
     for one in found:

@@ -170,6 +170,13 @@ def refusals(seat: Seat) -> dict[str, str]:
     step(window)
     tell("inside a window", built(seat, 2, (1, 2), 3, **accumulating), window)
     step(window)
+    own = {"managed_gradient_accumulation": False, **accumulating}
+    unmanaged = built(seat, 0, (0, 1), 1, **own)
+    if unmanaged is not None:  # the caller says when a window ends; nothing else tells of it once gradients are cleared
+        unmanaged.backward(unmanaged(torch.full((2, 5), 0.5, dtype=torch.bfloat16)))
+        for param in unmanaged.module.parameters():
+            param.grad = None
+    tell("inside the caller's window", built(seat, 2, (1, 2), 3, **accumulating), unmanaged)
     fresh = built(seat, 2, (1, 2), 3)
     move = TrainingStateMove(window, fresh)
     found["window over"] = refusal(move.run)

@@ -1,4 +1,4 @@
-"""``calibrate``, and what it shares with ``run``: ranks are started here, or those that torchrun made do the job.
+"""What the commands that need ranks share: ranks are started here, or those that torchrun made do the job.
 
 The parent checks every input and every file name before a rank starts, hands the job over as a JSON file, reads the
 result and gives the verdict. In a world that was joined, each rank does the job and rank 0 does the rest.
@@ -16,18 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from relaymeter.calibration.fingerprint import machine_facts
-from relaymeter.calibration.profiles import Profile, differences, from_json
+from relaymeter.calibration.profiles import Profile, differences
 from relaymeter.calibration.profiles import load as load_profile
-from relaymeter.calibration.profiles import save as save_profile
 from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError, RelaymeterError
 from relaymeter.harness import emit
-from relaymeter.harness.jobs import CalibrateJob, ClusterConfig, Job, dump
-from relaymeter.harness.launch import ClusterSpec, WorldHint, already_in_world, launch
-from relaymeter.records import check_target, dump_json, load_json, write_text
+from relaymeter.harness.jobs import ClusterConfig, Job, dump
+from relaymeter.harness.launch import ClusterSpec, WorldHint, launch
+from relaymeter.records import dump_json, load_json, write_text
 
 __all__ = [
     "asked_cluster",
-    "calibrate",
     "check_results",
     "check_targets",
     "check_world",
@@ -38,39 +36,6 @@ __all__ = [
     "work_together",
     "write_all",
 ]
-
-_CALIBRATE_LIMIT_S = 600.0
-
-
-def calibrate(args: argparse.Namespace) -> int:
-    """Measure and write the profile. Returns the exit code."""
-    check_target(args.out, force=args.force)
-    check_targets(json=args.json, out=args.out)
-    out = emit.Output(args.json, force=args.force)
-    hint = already_in_world()
-    cluster = None if hint else shapeable(asked_cluster(args, ClusterConfig(nodes=2, ranks_per_node=2)), out)
-    check_world(args, hint)
-    job = CalibrateJob(
-        executor=args.executor,
-        quick=args.quick,
-        budget_s=args.budget,
-        time_limit_s=args.time_limit or _CALIBRATE_LIMIT_S,
-        nic_per=args.nic_per if hint else None,
-        cluster=cluster,
-    )
-    code, result = work_together(job, cluster, hint, out)
-    if result is None or code != EXIT_OK:
-        return code
-    profile = from_json(result, "of this calibration")
-    for table in emit.profile_tables(profile):
-        out.table(table)
-    save_profile(profile, args.out, force=args.force)
-    for warning in profile.warnings:
-        if not warning.startswith("gate "):  # the table of gates has those
-            out.say(f"warning: {warning}")
-    out.say(f"profile: {args.out} ({profile.spent_s:.0f} s measured, machine {profile.machine_id})")
-    out.json(profile.to_json())
-    return out.exit_code
 
 
 def check_targets(**targets: Path | str | None) -> None:

@@ -6,21 +6,30 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from relaymeter.errors import EXIT_CRASH, EXIT_OK, InputError, RankLost, RelaymeterError
-from relaymeter.harness.jobs import CalibrateJob, Job, OffloadJob, RunJob, StateJob, job_of
-from relaymeter.harness.world import World, join, watching
-from relaymeter.records import Row, dump_json, load_json, write_text
+from relaymeter.harness.jobs import Job, job_of
+from relaymeter.harness.world import World, join
+from relaymeter.records import dump_json, load_json, write_text
 
 __all__ = ["main", "work"]
 
 Say = Callable[[str], None]
+#: By kind of job, the module of this room and its function ``(job, world, say)``, which every rank calls and exhausts;
+#: on rank 0 it gives the result so far, again after everything that is done: a JSON-ready dict, or rows.
+_JOBS = {
+    "calibrate": ("calibrate_job", "run_calibrate_job"),
+    "run": ("run", "run_job"),
+    "training-state": ("state_run", "run_state_job"),
+    "offload": ("state_run", "run_offload_job"),
+}
 
 
 def work(job: Job, say: Say, keep: Callable[[dict[str, Any]], None], *, joined: bool = False) -> int:
@@ -51,51 +60,11 @@ def work(job: Job, say: Say, keep: Callable[[dict[str, Any]], None], *, joined: 
 
 def _do(job: Job, world: World, say: Say, keep: Callable[[dict[str, Any]], None]) -> None:
     quiet = say if world.rank == 0 else _nothing
-    if isinstance(job, CalibrateJob):
-        _calibrate(job, world, quiet, keep)
-        return
-    for rows in _rows(job, world, quiet):
+    module, function = _JOBS[job.kind]
+    results = getattr(importlib.import_module(f"relaymeter.harness.{module}"), function)(job, world, quiet)
+    for result in results:
         if world.rank == 0:
-            keep({"rows": [row.to_dict() for row in rows]})
-
-
-def _rows(job: RunJob | StateJob | OffloadJob, world: World, say: Say) -> Iterator[Sequence[Row]]:
-    """All rows so far of the kind of job, again after everything that is done."""
-    if isinstance(job, RunJob):
-        from relaymeter.harness.run import run_job
-
-        return run_job(job, world, say)
-    if isinstance(job, StateJob):
-        from relaymeter.harness.state_run import run_state_job
-
-        return run_state_job(job, world, say)
-    from relaymeter.harness.state_run import run_offload_job
-
-    return run_offload_job(job, world, say)
-
-
-def _calibrate(job: CalibrateJob, world: World, say: Say, keep: Callable[[dict[str, Any]], None]) -> None:
-    from relaymeter.calibration.calibrate import run_calibration
-    from relaymeter.relayout.guard import guarded
-
-    def progress(fraction: float, text: str) -> None:
-        say(f"calibrate {fraction:4.0%}  {text}")
-
-    with (
-        watching(world, "calibrate") as heartbeat,
-        guarded("the calibration", rank=world.rank, time_limit_s=job.time_limit_s, heartbeat=heartbeat, consequence=""),
-    ):
-        profile = run_calibration(
-            world,
-            quick=job.quick,
-            budget_s=job.budget_s,
-            executors=None if job.executor == "auto" else (job.executor,),
-            cluster=None if job.cluster is None else job.cluster.model_dump(),
-            progress=progress,
-            poll=heartbeat.poll,
-        )
-    if world.rank == 0:
-        keep(profile.to_dict())
+            keep(result if isinstance(result, dict) else {"rows": [row.to_dict() for row in result]})
 
 
 def _nothing(_: str) -> None:

@@ -176,13 +176,13 @@ class _Search:
     def best(self, uniform: Mapping[str, Price]) -> tuple[Codes, Price]:
         """The chosen route array: the best of four starts, then improved class by class.
 
-        Starts: all direct, the better of all-relay and all-spread, every class by its own best route alone, and today's
+        Starts: all direct, the best of the other uniform routes, every class by its own best route alone, and today's
         constants. One is taken over the one before, and a class is switched, only where the gain exceeds the error of
         what it is a gain on: the whole move's price, the class's own price.
         """
         direct, error = uniform["direct"], self.pricer.error
         codes, price = self.groups.uniform(DIRECT), direct
-        name = min(("relay", "spread"), key=lambda route: uniform[route].total_s)
+        name = min((route for route in uniform if route != "direct"), key=lambda route: uniform[route].total_s)
         if direct.total_s - uniform[name].total_s > error * direct.total_s:
             codes, price = self.groups.uniform(ROUTES.index(name)), uniform[name]
         for start in (self._each_alone(), fixed_route(self.groups)):

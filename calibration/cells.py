@@ -7,7 +7,7 @@ invented cluster (tests, simulation). No torch import.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from relaymeter.records import median_interval
 __all__ = ["Cell", "Instruments", "Measure", "MeasurePacking", "PackCell", "Samples", "Sampling", "Wrong"]
 
 IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 #: Samples that agree within ``Sampling.quiet`` end a cell after this many; others go on to ``STEADY_SAMPLES``.
 QUIET_SAMPLES = 3
@@ -25,6 +26,8 @@ STEADY_SAMPLES = 11
 #: A cell out of time whose samples scatter by more than this share of the median still goes on to so many samples.
 ROUGH = 0.1
 ROUGH_SAMPLES = 5
+#: Medians of two epochs that differ by more than this share: something else on the machine came or went.
+UNSTABLE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +97,18 @@ class Measure(Protocol):
 class MeasurePacking(Protocol):
     """The local seam: gather or scatter of strided segments, no communication. Collective like ``Measure``."""
 
-    def __call__(self, direction: str, run_bytes: int, segments: int, *, sampling: Sampling | None = None) -> Samples:
-        """Time ``direction`` ("pack" or "unpack") of ``segments`` contiguous runs of ``run_bytes`` each."""
+    def __call__(
+        self,
+        direction: str,
+        run_bytes: int,
+        runs: int,
+        *,
+        copies: int = 1,
+        ranks: Sequence[int] = (),
+        sampling: Sampling | None = None,
+    ) -> Samples:
+        """Time ``direction`` ("pack" or "unpack") of ``runs`` contiguous runs of ``run_bytes`` each, evenly over
+        ``copies`` strided copies, on all of ``ranks`` at once (none given: the ranks of node 0)."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,8 @@ class Instruments:
 class Cell:
     """One measured cell: a pattern of flows and its samples.
 
-    flows: (src, dst, bytes). messages: per flow. calls: 1 isolated, more back-to-back (samples are per call).
+    flows: (src, dst, bytes). messages: per flow. calls: 1 isolated, more back-to-back (samples are per call). epochs:
+    how many of the samples, in order, were taken in each epoch; empty: all in one.
     """
 
     pattern: str
@@ -120,6 +134,7 @@ class Cell:
     samples_s: tuple[float, ...]
     messages: int = 1
     calls: int = 1
+    epochs: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -131,9 +146,24 @@ class Cell:
         return float(np.median(self.samples_s))
 
     def resampled(self, rng: np.random.Generator) -> Cell:
-        """The same cell with samples drawn with replacement: one bootstrap replicate."""
-        drawn = rng.choice(np.asarray(self.samples_s), size=len(self.samples_s))
-        return Cell(self.pattern, self.executor, self.flows, tuple(drawn.tolist()), self.messages, self.calls)
+        """The same cell with epochs, and then the samples within them, drawn with replacement: one bootstrap
+        replicate."""
+        return replace(self, samples_s=_drawn(self.epoch_samples, rng))
+
+    @property
+    def epoch_samples(self) -> list[FloatArray]:
+        """The samples of each epoch."""
+        return _by_epoch(self.samples_s, self.epochs)
+
+    @property
+    def unstable(self) -> bool:
+        """Whether medians of two epochs differ by more than ``UNSTABLE``."""
+        return _differ(self.epoch_samples)
+
+    def again(self, more: Sequence[float]) -> Cell:
+        """The cell with the samples of one more epoch."""
+        before = self.epochs or (len(self.samples_s),)
+        return replace(self, samples_s=(*self.samples_s, *more), epochs=(*before, len(more)))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -144,42 +174,77 @@ class Cell:
             "calls": self.calls,
             "median_s": self.median_s,
             "samples_s": list(self.samples_s),
+            "epochs": list(self.epochs),
         }
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Cell:
         flows = tuple((int(r), int(q), int(b)) for r, q, b in entry["flows"])
         samples = tuple(float(t) for t in entry["samples_s"])
-        return cls(entry["pattern"], entry["executor"], flows, samples, entry["messages"], entry["calls"])
+        epochs = tuple(int(count) for count in entry["epochs"])
+        return cls(entry["pattern"], entry["executor"], flows, samples, entry["messages"], entry["calls"], epochs)
 
 
 @dataclass(frozen=True)
 class PackCell:
-    """One measured cell of packing: ``segments`` runs of ``run_bytes`` gathered ("pack") or scattered ("unpack")."""
+    """One measured cell of packing: ``runs`` runs of ``run_bytes`` gathered ("pack") or scattered ("unpack") by
+    ``copies`` strided copies on so many ``ranks`` at once."""
 
     direction: str
     run_bytes: int
-    segments: int
+    runs: int
+    copies: int
+    ranks: int
     samples_s: tuple[float, ...]
+    epochs: tuple[int, ...] = ()
 
     @property
     def median_s(self) -> float:
         return float(np.median(self.samples_s))
 
     def resampled(self, rng: np.random.Generator) -> PackCell:
-        drawn = rng.choice(np.asarray(self.samples_s), size=len(self.samples_s))
-        return PackCell(self.direction, self.run_bytes, self.segments, tuple(drawn.tolist()))
+        """One bootstrap replicate, drawn like ``Cell.resampled``."""
+        return replace(self, samples_s=_drawn(_by_epoch(self.samples_s, self.epochs), rng))
+
+    @property
+    def unstable(self) -> bool:
+        """Whether medians of two epochs differ by more than ``UNSTABLE``."""
+        return _differ(_by_epoch(self.samples_s, self.epochs))
+
+    def again(self, more: Sequence[float]) -> PackCell:
+        """The cell with the samples of one more epoch."""
+        before = self.epochs or (len(self.samples_s),)
+        return replace(self, samples_s=(*self.samples_s, *more), epochs=(*before, len(more)))
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "direction": self.direction,
             "run_bytes": self.run_bytes,
-            "segments": self.segments,
+            "runs": self.runs,
+            "copies": self.copies,
+            "ranks": self.ranks,
             "median_s": self.median_s,
             "samples_s": list(self.samples_s),
+            "epochs": list(self.epochs),
         }
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> PackCell:
         samples = tuple(float(t) for t in entry["samples_s"])
-        return cls(entry["direction"], entry["run_bytes"], entry["segments"], samples)
+        run_bytes, runs, copies, ranks = (int(entry[name]) for name in ("run_bytes", "runs", "copies", "ranks"))
+        epochs = tuple(int(count) for count in entry["epochs"])
+        return cls(entry["direction"], run_bytes, runs, copies, ranks, samples, epochs)
+
+
+def _by_epoch(samples_s: Sequence[float], epochs: Sequence[int]) -> list[FloatArray]:
+    return np.split(np.asarray(samples_s, dtype=np.float64), np.cumsum(epochs)[:-1] if epochs else [])
+
+
+def _drawn(epochs: Sequence[FloatArray], rng: np.random.Generator) -> tuple[float, ...]:
+    picked = rng.integers(len(epochs), size=len(epochs)).tolist()
+    return tuple(np.concatenate([rng.choice(epochs[k], size=len(epochs[k])) for k in picked]).tolist())
+
+
+def _differ(epochs: Sequence[FloatArray]) -> bool:
+    medians = [float(np.median(samples)) for samples in epochs]
+    return max(medians) > (1 + UNSTABLE) * min(medians)

@@ -69,12 +69,12 @@ class Curve:
 
     @property
     def plateau_rate(self) -> float:
-        """Payload rate of large messages, in bytes per second: the median of the sizes from half the largest on.
+        """Payload rate of large messages, in bytes per second: the best of the sizes from half the largest on.
 
         Smaller ones may look faster than the link, where a rate limiter lets a burst through, or slower: latency.
         """
         pairs = zip(self.bytes, self.seconds, strict=True)
-        return float(np.median([b / s for b, s in pairs if 2 * b >= self.bytes[-1]]))
+        return max(b / s for b, s in pairs if 2 * b >= self.bytes[-1])
 
     @property
     def largest(self) -> int:
@@ -133,11 +133,19 @@ class LinkCosts:
 
 @dataclass(frozen=True)
 class PackCosts:
-    """Packing on one rank: ``call_s`` once a round where anything is packed, plus per segment, plus per byte."""
+    """Packing on one rank: ``call_s`` once a round where anything is packed, plus per copy, per contiguous run and per
+    byte."""
 
     call_s: float
     segment_s: float
+    """Seconds of each strided copy."""
     byte_s: float
+    run_s: float = 0.0
+    """Seconds of each contiguous run within a copy."""
+    node_lanes: float | None = None
+    """How many ranks of a node pack as fast as one does alone; None: all of them."""
+    world_lanes: float | None = None
+    """The same over all ranks: less than the world where nodes share a machine."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Pure; rank 0 calls it and broadcasts the result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,12 +20,17 @@ from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, Curve, ExecutorCos
 from relaymeter.errors import NothingMeasured
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["HeldOut", "fit_costs", "fit_curve", "held_out", "relative_line", "replicates"]
+__all__ = ["HeldOut", "best_width", "fit_costs", "fit_curve", "held_out", "relative_line", "replicates"]
 
 FloatArray = NDArray[np.float64]
+#: Octaves of sizes that a curve is averaged over, by executor and link class.
+Widths = Mapping[tuple[str, str], float]
 
 #: Where nothing was measured (budget spent, no such links): no extra cost, and packing at a modest machine's pace.
 _DEFAULT_PACK = PackCosts(call_s=2e-5, segment_s=5e-6, byte_s=4e-10)
+#: Octaves over which neighbouring sizes may be averaged, and by how much less it must err than not to.
+_WIDTHS = (0.6, 1.0)
+_WIDER = 0.01
 #: A factor below 1 by less than this is noise of the measurement, not a faster port.
 _NOISE = 0.05
 
@@ -40,22 +45,61 @@ def relative_line(features: FloatArray, seconds: FloatArray) -> FloatArray:
     return found
 
 
-def fit_curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
+def fit_curve(sizes: Sequence[int], seconds: Sequence[float], width: float | None = None) -> Curve:
     """Isotonic curve through the median ``seconds`` at ``sizes`` (ascending, at least two), with a line for its tail.
 
-    The tail is the slope of a relative-weighted non-negative line over the upper sizes, never steeper in rate than the
-    largest rate seen. Raises NothingMeasured on fewer than two sizes.
+    ``width``: octaves of sizes over which neighbours are averaged first (0: none; None: ``best_width``). The tail is
+    the slope of a relative-weighted non-negative line over the upper sizes. No size is faster than the large ones
+    (``Curve.plateau_rate``), so that no price is below bytes over that rate. Raises NothingMeasured on fewer than two
+    sizes.
     """
     if len(sizes) < 2:
-        raise NothingMeasured(f"a curve needs at least two message sizes, {len(sizes)} was measured")
+        raise NothingMeasured(
+            f"a curve needs at least two message sizes, {len(sizes)} was measured: give more time (--budget) or memory"
+        )
     size = np.asarray(sizes, dtype=np.float64)
     time = np.asarray(seconds, dtype=np.float64)
-    log_time = IsotonicRegression().fit_transform(np.log(size), np.log(time))
+    width = best_width(sizes, seconds) if width is None else width
+    log_time = IsotonicRegression().fit_transform(np.log(size), _smooth(np.log2(size), np.log(time), width))
     rising = np.exp(np.maximum.accumulate(log_time + 1e-7 * np.arange(len(size))))
+    # No size is faster than large messages: a rate limiter may let a small one through at once, but not a second.
+    rising = np.maximum(rising, size / float((size / rising)[2 * size >= size[-1]].max()))
     upper = size >= size[-1] / 16
     line = relative_line(np.column_stack([np.ones(int(upper.sum())), size[upper]]), rising[upper])
     peak = float((size / rising).max())
     return Curve(tuple(int(s) for s in sizes), tuple(rising.tolist()), max(float(line[1]), 1.0 / peak))
+
+
+def best_width(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Octaves over which the times of neighbouring sizes are averaged: what predicts each inner size best from the
+    others (median relative error), a wider one only where it is better by more than ``_WIDER`` than none at all."""
+    errors = {width: float(np.median(_left_out(sizes, seconds, width) or [0.0])) for width in (0.0, *_WIDTHS)}
+    best = min(errors, key=lambda width: errors[width])
+    return best if errors[best] < errors[0.0] - _WIDER else 0.0
+
+
+def _smooth(log_size: FloatArray, log_time: FloatArray, width: float) -> FloatArray:
+    """Local straight lines over the logarithms, neighbours weighted by a Gaussian of ``width`` octaves; 0: as is."""
+    if not width:
+        return log_time
+    found = np.empty_like(log_time)
+    for place, at in enumerate(log_size):
+        weight = np.exp(-(((log_size - at) / width) ** 2) / 2)
+        offset = log_size - at
+        mean, centre = np.average(offset, weights=weight), np.average(log_time, weights=weight)
+        spread = float((weight * (offset - mean) ** 2).sum())
+        slope = float((weight * (offset - mean) * (log_time - centre)).sum()) / spread if spread else 0.0
+        found[place] = centre - slope * mean
+    return found
+
+
+def _left_out(sizes: Sequence[int], seconds: Sequence[float], width: float) -> list[float]:
+    """Relative errors at the inner sizes when each is left out of its curve in turn."""
+    errors = []
+    for skip in range(1, len(sizes) - 1):
+        curve = fit_curve([*sizes[:skip], *sizes[skip + 1 :]], [*seconds[:skip], *seconds[skip + 1 :]], width)
+        errors.append(abs(float(curve.time(np.asarray([float(sizes[skip])]))[0]) / seconds[skip] - 1))
+    return errors
 
 
 @dataclass(frozen=True)
@@ -71,10 +115,8 @@ class HeldOut:
 def held_out(sizes: Sequence[int], seconds: Sequence[float]) -> HeldOut:
     """Leave-one-size-out errors of the curve, inner sizes only."""
     errors: dict[bool, list[float]] = {True: [], False: []}
-    for skip in range(1, len(sizes) - 1):
-        curve = fit_curve([*sizes[:skip], *sizes[skip + 1 :]], [*seconds[:skip], *seconds[skip + 1 :]])
-        guess = float(curve.time(np.asarray([float(sizes[skip])]))[0])
-        errors[sizes[skip] >= 1 << 20].append(abs(guess / seconds[skip] - 1))
+    for size, error in zip(sizes[1:-1], _left_out(sizes, seconds, best_width(sizes, seconds)), strict=True):
+        errors[size >= 1 << 20].append(error)
     small, large = errors[False], errors[True]
     return HeldOut(
         float(np.median(small)) if small else None,
@@ -91,12 +133,18 @@ def curve_points(cells: Sequence[Cell], kind: str, executor: str) -> tuple[list[
 
 
 def fit_costs(
-    cells: Sequence[Cell], pack_cells: Sequence[PackCell], topology: Topology, executor: str
+    cells: Sequence[Cell],
+    pack_cells: Sequence[PackCell],
+    topology: Topology,
+    executor: str,
+    widths: Widths | None = None,
 ) -> ExecutorCosts:
-    """All costs of ``executor``. Raises NothingMeasured where no curve has two sizes."""
+    """All costs of ``executor``; ``widths``: of its curves, by default the best. Raises NothingMeasured where no curve
+    has two sizes."""
+    widths = _widths(cells) if widths is None else widths
     mine = [cell for cell in cells if cell.executor == executor]
     empty = {cell.calls: cell.median_s for cell in mine if cell.pattern == "empty"}
-    links = {kind: _fit_link(cells, kind, topology, executor) for kind in (IN_NODE, CROSS_NODE)}
+    links = {kind: _fit_link(cells, kind, topology, executor, widths) for kind in (IN_NODE, CROSS_NODE)}
     if not any(links.values()):
         raise NothingMeasured(f"no link was measured with {executor}")
     return ExecutorCosts(
@@ -114,14 +162,27 @@ def replicates(
     cells: Sequence[Cell], pack_cells: Sequence[PackCell], topology: Topology, executor: str, count: int, seed: int
 ) -> tuple[ExecutorCosts, ...]:
     """``count`` bootstrap fits: the samples of every cell drawn anew with replacement."""
-    rng = np.random.default_rng(seed)
+    rng, widths = np.random.default_rng(seed), _widths(cells)
     return tuple(
-        fit_costs([c.resampled(rng) for c in cells], [p.resampled(rng) for p in pack_cells], topology, executor)
+        fit_costs([c.resampled(rng) for c in cells], [p.resampled(rng) for p in pack_cells], topology, executor, widths)
         for _ in range(count)
     )
 
 
-def _fit_link(measured: Sequence[Cell], kind: str, topology: Topology, executor: str) -> LinkCosts | None:
+def _widths(cells: Sequence[Cell]) -> Widths:
+    """``best_width`` of every curve, by executor and link class."""
+    found: dict[tuple[str, str], float] = {}
+    for executor in {cell.executor for cell in cells}:
+        for kind in (IN_NODE, CROSS_NODE):
+            sizes, seconds = curve_points(cells, kind, executor)
+            if len(sizes) > 1:
+                found[executor, kind] = best_width(sizes, seconds)
+    return found
+
+
+def _fit_link(
+    measured: Sequence[Cell], kind: str, topology: Topology, executor: str, widths: Widths
+) -> LinkCosts | None:
     """Curve, capacities, and then the penalties: what a pattern takes beyond all capacities is the pattern's own cost.
 
     A capacity is the best throughput that any pattern reached at that level (port, node, cluster), so it never charges
@@ -130,12 +191,12 @@ def _fit_link(measured: Sequence[Cell], kind: str, topology: Topology, executor:
     sizes, seconds = curve_points(measured, kind, executor)
     if not sizes:
         return None
-    loads = _Loads(fit_curve(sizes, seconds), kind, topology)
+    loads = _Loads(fit_curve(sizes, seconds, widths.get((executor, kind))), kind, topology)
     cells = [cell for cell in measured if cell.executor == executor]
     mine = [cell for cell in cells if cell.pattern in _CAPACITY_PATTERNS[kind] and cell.flows]
     fans = [loads.effective(c) / loads.total(c) for c in mine if c.pattern in (f"{kind} fan-in", f"{kind} fan-out")]
     many = min([1.0, *(found for found in fans if found < 1 - _NOISE)])
-    ports_out, ports_in = _nics(measured, topology, many) if kind == CROSS_NODE else ({}, {})
+    ports_out, ports_in = _nics(measured, topology, many, widths) if kind == CROSS_NODE else ({}, {})
     every = [*ports_out.values(), *ports_in.values()]
     link = LinkCosts(
         curve=loads.curve,
@@ -172,7 +233,9 @@ def _fit_link(measured: Sequence[Cell], kind: str, topology: Topology, executor:
     )
 
 
-def _nics(cells: Sequence[Cell], topology: Topology, many: float) -> tuple[dict[int, float], dict[int, float]]:
+def _nics(
+    cells: Sequence[Cell], topology: Topology, many: float, widths: Widths
+) -> tuple[dict[int, float], dict[int, float]]:
     """Factors of the NICs, sending and receiving, from the executor that probed them: a NIC is one whoever uses it.
 
     NICs within noise of the usual one are taken to be like it.
@@ -180,7 +243,8 @@ def _nics(cells: Sequence[Cell], topology: Topology, many: float) -> tuple[dict[
     executor = next((cell.executor for cell in cells if cell.pattern == "nic"), None)
     if executor is None:
         return {}, {}
-    loads = _Loads(fit_curve(*curve_points(cells, CROSS_NODE, executor)), CROSS_NODE, topology)
+    width = widths.get((executor, CROSS_NODE))
+    loads = _Loads(fit_curve(*curve_points(cells, CROSS_NODE, executor), width), CROSS_NODE, topology)
     wanted = _CAPACITY_PATTERNS[CROSS_NODE]
     found = loads.ports([c for c in cells if c.executor == executor and c.pattern in wanted and c.flows], many)
     usual = _settled(float(np.median([factor for side in found for factor in side.values()])))
@@ -316,8 +380,20 @@ def _overlap(cells: Sequence[Cell]) -> float:
 
 def _fit_pack(cells: Sequence[PackCell], direction: str) -> PackCosts:
     mine = [cell for cell in cells if cell.direction == direction]
-    if len(mine) < 3:
+    few = min((cell.ranks for cell in mine), default=1)
+    alike: dict[tuple[int, int, int], dict[int, float]] = {}
+    for cell in mine:
+        alike.setdefault((cell.run_bytes, cell.runs, cell.copies), {})[cell.ranks] = cell.median_s
+    crowds = [times for times in alike.values() if len(times) > 1]
+    # What crowding costs, by the number of ranks that pack at once: all cells are then as if one rank packed alone.
+    slower = {
+        ranks: max(1.0, float(np.median([times[ranks] / times[few] for times in crowds if ranks in times])))
+        for ranks in sorted({ranks for times in crowds for ranks in times})
+    }
+    if len(alike) < 4:
         return _DEFAULT_PACK
-    rows = [[1.0, float(c.segments), float(c.segments * c.run_bytes)] for c in mine]
-    call, segment, byte = relative_line(np.asarray(rows), np.asarray([c.median_s for c in mine])).tolist()
-    return PackCosts(call, segment, byte)
+    rows = [[1.0, float(c.copies), float(c.runs * c.run_bytes), float(c.runs)] for c in mine]
+    alone = [c.median_s / slower.get(c.ranks, 1.0) for c in mine]
+    call, segment, byte, run = relative_line(np.asarray(rows), np.asarray(alone)).tolist()
+    lanes = [ranks / factor if factor > 1 + _NOISE else None for ranks, factor in slower.items() if ranks > few]
+    return PackCosts(call, segment, byte, run, lanes[0] if len(lanes) > 1 else None, lanes[-1] if lanes else None)

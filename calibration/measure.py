@@ -6,6 +6,7 @@ on all of them; ``RankPacking(world).measure(direction, run_bytes, segments)`` d
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -249,30 +250,46 @@ def _cutter(messages: int) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
 
 
 class RankPacking:
-    """Times gather and scatter on the ranks of node 0 at once (the ranks of one node pack together in a move)."""
+    """Times gather and scatter on some ranks at once: one, those of a node (which pack together in a move), all."""
 
     def __init__(self, world: World, *, time_limit_s: float = 120.0, poll: Callable[[], None] | None = None) -> None:
         self._world = world
         self._clock = _Clock(world, time_limit_s, poll)
 
-    def measure(self, direction: str, run_bytes: int, segments: int, *, sampling: Sampling | None = None) -> Samples:
-        """See ``cells.MeasurePacking``. Collective."""
-        active = self._world.topology.node[self._world.rank] == 0
-        call = self._prepare(direction, run_bytes, segments) if active else _nothing
-        moved = float(run_bytes * segments * len(self._world.topology.ranks_of(0)))
-        return self._clock.sample(call, _nothing, moved, sampling or Sampling())
+    def measure(
+        self,
+        direction: str,
+        run_bytes: int,
+        runs: int,
+        *,
+        copies: int = 1,
+        ranks: Sequence[int] = (),
+        sampling: Sampling | None = None,
+    ) -> Samples:
+        """See ``cells.MeasurePacking``. Collective. Raises InputError where the runs do not divide into copies."""
+        if direction not in ("pack", "unpack") or runs % copies or run_bytes % 2:
+            raise InputError(f"{direction} of {runs} runs of {run_bytes} bytes by {copies} copies cannot be measured")
+        ranks = ranks or self._world.topology.ranks_of(0)
+        call = self._prepare(direction, run_bytes, runs, copies) if self._world.rank in ranks else _nothing
+        return self._clock.sample(call, _nothing, float(run_bytes * runs * len(ranks)), sampling or Sampling())
 
-    def _prepare(self, direction: str, run_bytes: int, segments: int) -> Callable[[], None]:
-        """Copies between a storage with a gap after every run and a message, through the very ``Copies`` of a move."""
-        if direction not in ("pack", "unpack"):
-            raise InputError(f"direction {direction!r} is not one of pack, unpack")
-        device = self._world.device
-        storage = torch.zeros(2 * segments * run_bytes // 2, dtype=torch.int16, device=device)
-        message = torch.zeros(segments * run_bytes // 2, dtype=torch.int16, device=device)
-        apart = [storage[2 * k * run_bytes // 2 :][: run_bytes // 2] for k in range(segments)]
-        together = list(torch.split(message, run_bytes // 2))
-        copies = Copies(together, apart) if direction == "pack" else Copies(apart, together)
-        return copies.run
+    def _prepare(self, direction: str, run_bytes: int, runs: int, copies: int) -> Callable[[], None]:
+        """Copies between a storage with a gap after every run and a message, through the very ``Copies`` of a move.
+
+        Successive calls go through other memory, as a move does, which touches every byte once.
+        """
+        device, width, each = self._world.device, run_bytes // 2, runs // copies
+        turns = max(1, min(_TURNS, _RING_BYTES // (2 * runs * run_bytes)))
+        rings: list[Copies] = []
+        for _ in range(turns):
+            storage = torch.zeros(2 * runs * width, dtype=torch.int16, device=device)
+            message = torch.zeros(runs * width, dtype=torch.int16, device=device)
+            at = [k * each * width for k in range(copies)]
+            apart = [storage.as_strided((each, width), (2 * width, 1), 2 * begin) for begin in at]
+            together = [message.as_strided((each, width), (width, 1), begin) for begin in at]
+            rings.append(Copies(together, apart) if direction == "pack" else Copies(apart, together))
+        turn = itertools.cycle(rings)
+        return lambda: next(turn).run()
 
 
 def _nothing() -> None:

@@ -6,7 +6,7 @@ arguments; all decisions rest on samples that are equal on all ranks, so all ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,11 +32,18 @@ from relaymeter.relayout.topology import Topology
 __all__ = ["Prober"]
 
 Progress = Callable[[float, str], None]
-#: Share of the budget for exchanges (the rest is for packing), and of that for the first of several executors.
-_PROBE_SHARE = 0.93
+#: Share of the budget for the first epoch of exchanges, and of that for the first of several executors. Packing
+#: follows, and further epochs of what scatters take the rest.
+_PROBE_SHARE = 0.78
 _FIRST_SHARE = 0.62
 #: A single NIC is timed with flows of about this long even in the short form: its rate is what bounds are made of.
 _NIC_CALL_S = 0.1
+#: What is packed: bytes of a run, runs, and strided copies that they are spread over.
+_PACKED = (
+    (16, 1024, 16), (16, 65536, 1), (64, 1024, 1024), (256, 4096, 1), (1024, 16, 16), (1024, 1024, 1024),
+    (1024, 1024, 1), (16384, 1, 1), (16384, 64, 64), (16384, 256, 16), (1 << 20, 4, 4),
+)  # fmt: skip
+_CROWD_BYTES = 16384
 #: A curve ends, too, where a call takes so many times what the smallest message takes: its latency is nothing then.
 _LATENCIES = 50
 
@@ -69,6 +76,7 @@ class Prober(Recorder):
         for number, (name, step) in enumerate(steps):
             self._progress(number / len(steps), name)
             step()
+        self.again(self.settings.budget_s, lambda share: self._progress(min(share, 1.0), "once more, in another order"))
         self._progress(1.0, "probed")
         if self.found.skipped:
             skipped = ", ".join(dict.fromkeys(self.found.skipped))
@@ -340,14 +348,16 @@ class Prober(Recorder):
         measure = self.instruments.packing
         if measure is None:
             return
-        table: Mapping[int, tuple[int, ...]] = {64: (16, 1024), 1024: (16, 1024), 16384: (1, 64, 256), 1 << 20: (1, 4)}
+        home = self.topology.ranks_of(self._near[0] if self._near is not None else 0)
+        crowds = {len(ranks): ranks for ranks in (home[:1], home, tuple(range(self.topology.world_size)))}
         for direction in ("pack", "unpack"):
-            for run, counts in table.items():
-                for segments in counts:
-                    sampling = Sampling(warmups=2, seconds=self.settings.cell_s / 2)
-                    samples = measure(direction, run, segments, sampling=sampling)
+            for run, runs, copies in _PACKED:
+                # Long runs are what memory and cores are shared for; the others are measured on one node.
+                for ranks in crowds.values() if run >= _CROWD_BYTES else (home,):
+                    sampling = Sampling(warmups=2, seconds=self.settings.cell_s / 3)
+                    samples = measure(direction, run, runs, copies=copies, ranks=ranks, sampling=sampling)
                     self.found.spent_s += samples.spent_s
-                    self.found.pack_cells.append(PackCell(direction, run, segments, samples.times_s))
+                    self.found.pack_cells.append(PackCell(direction, run, runs, copies, len(ranks), samples.times_s))
 
 
 def _count(topology: Topology) -> str:

@@ -7,7 +7,8 @@ equal on all of them. No torch import.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,8 @@ import numpy as np
 from relaymeter.calibration.cells import Cell, Instruments, PackCell, Samples, Sampling
 from relaymeter.calibration.links import Sharing
 from relaymeter.calibration.patterns import Flow, matrix_of
-from relaymeter.errors import DigestMismatch
+from relaymeter.errors import DigestMismatch, NothingMeasured
+from relaymeter.records import median_interval
 from relaymeter.relayout.topology import Topology
 
 __all__ = ["LEAST_END_BYTES", "LEAST_MATRICES", "Findings", "Recorder", "Settings"]
@@ -52,11 +54,13 @@ class Settings:
     """Fewer sizes below 1 MiB."""
     replicates: int = 32
     """Bootstrap replicates of all costs."""
+    epochs: int = 4
+    """Most epochs that a cell is measured in, in another order each, as long as its samples do not agree."""
 
     @classmethod
     def short(cls, budget_s: float = 20.0) -> Settings:
         """``--quick``: fewer sizes, samples and matrices."""
-        return cls(budget_s=budget_s, call_s=0.045, largest_s=0.12, cell_s=0.15, pairs=4, matrices=3, coarse=True)
+        return cls(budget_s=budget_s, call_s=0.045, largest_s=0.12, cell_s=0.15, pairs=4, matrices=4, coarse=True)
 
 
 @dataclass
@@ -84,6 +88,7 @@ class Recorder:
         self.settings = settings
         self.instruments = instruments
         self.executor = ""
+        self._samplings: list[Sampling] = []
         self._until_s = settings.budget_s
         self._cells_left = _CELLS
 
@@ -137,11 +142,44 @@ class Recorder:
         self.note(samples, f"{pattern} of {max((f[2] for f in flows), default=0)} bytes")
         cell = Cell(pattern, self.executor, tuple(flows), samples.times_s, messages, calls)
         self.found.cells.append(cell)
+        self._samplings.append(sampling)
         return cell
+
+    def again(self, until_s: float, progress: Callable[[float], None]) -> None:
+        """Further epochs: measure once more, in an order drawn alike on all ranks, every cell whose samples do not
+        agree, until ``until_s`` of spent time or until all are known well enough (``Sampling``'s own limits, and epochs
+        whose medians agree). What lasts longer than one cell, such as another program, is then seen for what it is."""
+        rng, begun = np.random.default_rng(20260102), self.found.spent_s
+        for _ in range(self.settings.epochs - 1):
+            order = [number for number in rng.permutation(len(self.found.cells)).tolist() if self._open(number)]
+            for number in order:
+                if self.found.spent_s >= until_s:
+                    return
+                cell, sampling = self.found.cells[number], self._samplings[number]
+                matrix = matrix_of(cell.flows, self.topology.world_size)
+                samples = self.instruments.exchange(
+                    matrix, cell.executor, messages=cell.messages, calls=cell.calls, sampling=sampling
+                )
+                self.note(samples, f"{cell.pattern} of {cell.size} bytes")
+                self.found.cells[number] = cell.again(samples.times_s)
+                progress((self.found.spent_s - begun) / max(until_s - begun, 1e-9))
+
+    def _open(self, number: int) -> bool:
+        """Whether a cell is worth another epoch: its samples scatter, and too much for their number."""
+        cell, sampling = self.found.cells[number], self._samplings[number]
+        median, low, high = median_interval(cell.samples_s)
+        if max(cell.samples_s) - min(cell.samples_s) <= sampling.quiet * median:
+            return False
+        return len(cell.epochs) < 2 or cell.unstable or (high - low) / 2 > sampling.half_width * median
 
     def note(self, samples: Samples, what: str) -> None:
         """Count the time of a cell. Raises DigestMismatch where bytes arrived wrong."""
         self.found.spent_s += samples.spent_s
+        if not samples.times_s or not all(math.isfinite(taken) and taken > 0 for taken in samples.times_s):
+            raise NothingMeasured(
+                f"calibration, {self.executor} {what}: calls took {list(samples.times_s[:3])} s by the clock, of which "
+                "no price can be made: look at the machine's clock"
+            )
         if samples.wrong:
             bad = samples.wrong[0]
             total = sum(wrong.bytes for wrong in samples.wrong)

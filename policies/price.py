@@ -23,7 +23,7 @@ from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, ExecutorCosts, Lin
 from relaymeter.calibration.patterns import Flow
 from relaymeter.calibration.profiles import Profile
 from relaymeter.errors import InputError
-from relaymeter.policies.traffic import Traffic
+from relaymeter.policies.traffic import Traffic, grouped
 from relaymeter.relayout.segments import RoundLoads
 from relaymeter.relayout.topology import Topology
 
@@ -189,12 +189,20 @@ class Pricer:
     def _packing(
         self, costs: PackCosts, loads: RoundLoads, rank: IntArray, nbytes: IntArray, segments: IntArray
     ) -> FloatArray:
+        """Seconds of each rank's copies in each round; ranks that pack at once wait for memory or cores they share."""
         shape, cells = (loads.rounds, self.topology.world_size), loads.rounds * self.topology.world_size
         key = loads.round * self.topology.world_size + rank
         count = np.bincount(key, weights=segments, minlength=cells)
         moved = np.bincount(key, weights=nbytes, minlength=cells)
-        seconds: FloatArray = count * costs.segment_s + moved * costs.byte_s + np.where(count > 0, costs.call_s, 0.0)
-        return seconds.reshape(shape)
+        flat = count * costs.segment_s + moved * costs.byte_s + np.where(count > 0, costs.call_s, 0.0)
+        seconds: FloatArray = flat.reshape(shape)
+        busy, crowded = seconds > 0, seconds
+        if costs.node_lanes is not None:
+            node = self.topology.node_array
+            crowded = np.maximum(crowded, grouped(seconds, node, self.topology.nodes)[:, node] / costs.node_lanes)
+        if costs.world_lanes is not None:
+            crowded = np.maximum(crowded, seconds.sum(axis=1, keepdims=True) / costs.world_lanes)
+        return np.where(busy, crowded, 0.0)
 
     def _run(self, loads: RoundLoads, terms: RoundTerms) -> FloatArray:
         """When the last rank is through with each round (rounds), rounds following each other without a barrier."""

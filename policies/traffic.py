@@ -14,7 +14,7 @@ from relaymeter.calibration.costs import CROSS_NODE, LinkCosts
 from relaymeter.relayout.segments import RoundLoads
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["Traffic"]
+__all__ = ["Traffic", "grouped"]
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -131,20 +131,20 @@ class Traffic:
             usual = np.full(ports, link.port)
             factor_out = np.asarray([link.port_out(n) for n in names.tolist()]) if measured else usual
             factor_in = np.asarray([link.port_in(n) for n in names.tolist()]) if measured else usual
-            sent = self._through(self._round * ports + port[self._src], _grouped(out, port, ports), factor_out)
-            received = self._through(self._round * ports + port[self._dst], _grouped(into, port, ports), factor_in)
+            sent = self._through(self._round * ports + port[self._src], grouped(out, port, ports), factor_out)
+            received = self._through(self._round * ports + port[self._dst], grouped(into, port, ports), factor_in)
             found = self._both(sent, received)[:, port]
         home = np.zeros(ports, dtype=np.int64)
         home[port] = node
         width = np.bincount(home, minlength=topology.nodes)
-        by_node = np.maximum(_grouped(out, node, topology.nodes), _grouped(into, node, topology.nodes))
+        by_node = np.maximum(grouped(out, node, topology.nodes), grouped(into, node, topology.nodes))
         found = np.maximum(found, (by_node * link.node / width)[:, node])
         everywhere = out.sum(axis=1) * link.world / ports
         largest: FloatArray = np.maximum(found, everywhere[:, None])
         return largest
 
 
-def _grouped(values: FloatArray, group: IntArray, groups: int) -> FloatArray:
+def grouped(values: FloatArray, group: IntArray, groups: int) -> FloatArray:
     """Sum the columns (rounds, world) by the group of their rank (rounds, groups)."""
     member = np.zeros((len(group), groups))
     member[np.arange(len(group)), group] = 1.0

@@ -28,7 +28,9 @@ class Cluster:
     half_duplex: dict[str, bool] = field(default_factory=dict)
     message_s: float = 2e-5
     segment_s: float = 4e-6
+    run_s: float = 5e-9
     copy_rate: float = 3e9
+    lanes: float = float("inf")
     noise: float = 0.002
     wrong: tuple[Wrong, ...] = ()
     slow_nics: dict[int, float] = field(default_factory=dict)
@@ -45,9 +47,10 @@ class Cluster:
         seconds = self.seconds(np.asarray(matrix, dtype=float), executor, messages)
         return self._sampled(seconds, float(matrix.sum()), sampling, calls)
 
-    def packing(self, direction, run_bytes, segments, *, sampling=None) -> Samples:
-        seconds = 1e-5 + segments * self.segment_s + segments * run_bytes / self.copy_rate
-        return self._sampled(seconds, run_bytes * segments, sampling, 1)
+    def packing(self, direction, run_bytes, runs, *, copies=1, ranks=(), sampling=None) -> Samples:
+        seconds = 1e-5 + copies * self.segment_s + runs * self.run_s + runs * run_bytes / self.copy_rate
+        seconds *= max(1.0, max(len(ranks), 1) / self.lanes)
+        return self._sampled(seconds, run_bytes * runs, sampling, 1)
 
     def _sampled(self, seconds: float, moved: float, sampling: Sampling | None, calls: int) -> Samples:
         sampling = sampling or Sampling()

@@ -40,5 +40,5 @@ def test_a_bootstrap_replicate_draws_from_the_samples(samples: list[float], seed
 def test_cells_survive_json() -> None:
     cell = Cell("two flows", "all-to-all", ((0, 2, 64), (1, 3, 128)), (0.25, 0.5), messages=3, calls=2)
     assert Cell.from_dict(cell.to_dict()) == cell and cell.size == 128
-    pack = PackCell("pack", 64, 16, (1e-5, 2e-5))
+    pack = PackCell("pack", 64, 16, 2, 4, (1e-5, 2e-5), (1, 1))
     assert PackCell.from_dict(pack.to_dict()) == pack

@@ -68,24 +68,26 @@ def test_more_bytes_never_cost_less(
     assert 0 < before.low_s < before.total_s < before.high_s
 
 
+@pytest.mark.parametrize("name", ["box", "shared box"])
 @pytest.mark.parametrize("executor", EXECUTORS)
 @settings(max_examples=60)
 @given(rows=flows)
-def test_no_price_beats_the_measured_peak(
-    profile_of: Profiles, executor: str, rows: list[tuple[int, int, int, int]]
+def test_no_price_beats_the_rates_that_bounds_are_made_of(
+    profile_of: Profiles, name: str, executor: str, rows: list[tuple[int, int, int, int]]
 ) -> None:
-    profile = profile_of("box")
-    costs = profile.costs(executor)
+    profile = profile_of(name)
     loads = loads_of(rows)
     price = price_loads(loads, profile.topology, profile, executor)
-    node = profile.topology.node_array
-    for link, rows_of in ((costs.in_node, False), (costs.cross_node, True)):
-        assert link is not None
-        mine = ((node[loads.src] != node[loads.dst]) == rows_of) & (loads.src != loads.dst)
-        peak = link.curve.peak_rate / min(link.port, *link.ports_out.values(), *link.ports_in.values(), 1.0)
-        for side in (loads.src, loads.dst):
-            busiest = np.bincount(side[mine], weights=loads.bytes[mine], minlength=4).max(initial=0.0)
-            assert price.total_s >= busiest / peak * (1 - 1e-9)
+    node, nic = profile.topology.node_array, profile.topology.nic_array
+    far = node[loads.src] != node[loads.dst]
+    near = ~far & (loads.src != loads.dst)
+    assert profile.port_rate is not None
+    for end in (loads.src, loads.dst):
+        for port, moved in enumerate(np.bincount(nic[end[far]], weights=loads.bytes[far]).tolist()):
+            assert price.total_s >= moved / profile.nic_rate(port) * (1 - 1e-12)
+        for moved in np.bincount(end[near], weights=loads.bytes[near]).tolist():
+            assert executor != profile.executor or price.total_s >= moved / profile.port_rate * (1 - 1e-12)
+    assert price.rounds_s.sum() == pytest.approx(price.total_s)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

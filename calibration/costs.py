@@ -106,8 +106,9 @@ class LinkCosts:
     """``port`` of single NICs where it was measured, receiving."""
     node: float
     """Factor of the mean bytes per port of a node, one direction: 1 where a node's ports do not disturb each other."""
-    world: float
-    """The same over the ports of all nodes, both directions at once: a shared switch, or shared cores."""
+    crowd: Mapping[int, float]
+    """How many times as long as alone a port takes when so many of the cluster's ports are busy at once: a shared
+    switch, or shared cores. Rising with their number; empty where ports do not disturb each other."""
     message_s: float
     """Seconds for each message of a rank in a round beyond its first."""
 
@@ -122,12 +123,31 @@ class LinkCosts:
         """Payload bytes per second of a usual port, one direction."""
         return self.curve.plateau_rate / self.port
 
+    def crowded(self, loads: FloatArray) -> FloatArray:
+        """Effective bytes (rounds) of ports that carry ``loads`` (rounds, ports), all begun at once.
+
+        The ports progress alike; as long as n of them have bytes left, each takes ``crowd[n]`` times as long as alone.
+        Between the measured numbers the factor is interpolated, beyond the last one it grows with their number.
+        """
+        if not self.crowd:
+            found: FloatArray = loads.max(axis=1, initial=0.0)
+            return found
+        falling = -np.sort(-loads, axis=1)
+        steps = falling - np.column_stack([falling[:, 1:], np.zeros(len(falling))])
+        known = sorted({1: 1.0, **self.crowd}.items())
+        busy, factor = (np.asarray(column, dtype=np.float64) for column in zip(*known, strict=True))
+        number = np.arange(1, loads.shape[1] + 1, dtype=np.float64)
+        weights = np.interp(number, busy, factor) * np.maximum(number / busy[-1], 1.0)
+        total: FloatArray = steps @ weights
+        return total
+
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> LinkCosts:
         curve = Curve(
             tuple(entry["curve"]["bytes"]), tuple(entry["curve"]["seconds"]), entry["curve"]["tail_s_per_byte"]
         )
-        ports = {key: {int(nic): float(f) for nic, f in entry[key].items()} for key in ("ports_out", "ports_in")}
+        keyed = ("ports_out", "ports_in", "crowd")
+        ports = {key: {int(nic): float(f) for nic, f in entry[key].items()} for key in keyed}
         return cls(**{**entry, **ports, "curve": curve})
 
 

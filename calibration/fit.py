@@ -208,9 +208,11 @@ def _fit_link(
         ports_out=ports_out,
         ports_in=ports_in,
         node=loads.node(mine),
-        world=loads.world(mine),
+        crowd={},
         message_s=_message_s(cells, kind),
     )
+
+    link = replace(link, crowd=loads.crowd(mine, link))
 
     def penalty(pattern: str) -> list[tuple[float, Cell]]:
         """Effective bytes of the pattern's cells that take longer than every capacity explains."""
@@ -258,6 +260,7 @@ def _nics(
 _CAPACITY_PATTERNS = {
     IN_NODE: (
         "in_node two-way", "in_node fan-in", "in_node fan-out", "in_node all pairs", "in_node all pairs everywhere",
+        "in_node apart",
     ),
     CROSS_NODE: (
         "cross_node pair", "cross_node two-way", "cross_node fan-in", "cross_node fan-out", "nic", "rails", "dense",
@@ -273,10 +276,8 @@ class _Loads:
         self.curve = curve
         self._node = topology.node
         self._port = topology.nic if kind == CROSS_NODE else tuple(range(topology.world_size))
-        self._ports = len(set(self._port))
-        self._width = {
-            node: len({self._port[rank] for rank in topology.ranks_of(node)}) for node in range(topology.nodes)
-        }
+        self._nodes = dict(zip(self._port, self._node, strict=True))
+        self._width = Counter(self._nodes.values())
 
     def effective(self, cell: Cell) -> float:
         """Bytes that a lone flow moves in the cell's median time."""
@@ -322,32 +323,55 @@ class _Loads:
         for cell in cells:
             used = [{self._port[flow[side]] for flow in cell.flows} for side in (0, 1)]
             for side in (0, 1):
+                busy = Counter(self._home(port) for port in used[side])
                 for node, load in self._by(cell, self._node, side).items():
-                    if len({p for p in used[side] if self._home(p) == node}) == self._width[node]:
+                    if busy[node] == self._width[node]:
                         found.append(self.effective(cell) / load * self._width[node])
         return _settled(min(found, default=1.0))
 
     def _home(self, port: int) -> int:
-        return self._node[self._port.index(port)]
+        return self._nodes[port]
 
-    def world(self, cells: Sequence[Cell]) -> float:
-        """Smallest factor of the mean bytes per port of the whole cluster, over cells that use all ports of two nodes
-        (of the only node) at once, both ways; that more nodes together are as fast is an assumption."""
-        found = []
+    def crowd(self, cells: Sequence[Cell], link: LinkCosts) -> dict[int, float]:
+        """``LinkCosts.crowd`` from the cells that load all their ports alike; that more ports at once are faster than
+        fewer is noise. Empty where none is slowed down."""
+        found: dict[int, float] = {}
         for cell in cells:
-            sending, receiving = ({self._port[flow[side]] for flow in cell.flows} for side in (0, 1))
-            full = [n for n in self._width if sum(self._home(p) == n for p in sending & receiving) == self._width[n]]
-            if len(full) >= min(2, len(self._width)):
-                found.append(self.effective(cell) / self.total(cell) * len(sending))
-        return _settled(min(found, default=1.0))
+            loads = max(self._ports_of(cell, link), key=lambda side: float(side.max()))
+            if loads.min() > 0.99 * loads.max():
+                factor = self.effective(cell) / float(loads.max())
+                found[len(loads)] = min(found.get(len(loads), np.inf), factor)
+        least = np.inf
+        for busy in sorted(found, reverse=True):
+            least = found[busy] = min(least, found[busy])
+        return {busy: max(factor, 1.0) for busy, factor in sorted(found.items()) if found[max(found)] > 1 + _NOISE}
+
+    def _ports_of(self, cell: Cell, link: LinkCosts) -> list[FloatArray]:
+        """Effective bytes of the ports that send, then of those that receive."""
+        found = []
+        for side, factor in ((0, link.port_out), (1, link.port_in)):
+            flows: dict[int, list[float]] = {}
+            for flow in cell.flows:
+                flows.setdefault(self._port[flow[side]], []).append(float(flow[2]))
+            found.append(np.asarray([_through(sizes, factor(port)) for port, sizes in flows.items()]))
+        return found
 
     def explained(self, cell: Cell, link: LinkCosts) -> float:
         """Effective bytes that pair, ports, node and cluster predict for the cell without any penalty."""
-        found = [float(cell.size), self.total(cell) * link.world / self._ports]
+        found = [float(cell.size), *(float(link.crowded(side[None, :])[0]) for side in self._ports_of(cell, link))]
         for side, factor in ((0, link.port_out), (1, link.port_in)):
             found += [load * factor(port) for port, load in self._by(cell, self._port, side).items()]
             found += [load * link.node / self._width[node] for node, load in self._by(cell, self._node, side).items()]
         return max(found)
+
+
+def _through(sizes: Sequence[float], factor: float) -> float:
+    """Effective bytes of a port that carries flows of ``sizes``: their sum times its factor, or, where a flow does not
+    fill it (below 1), the integral of max(1, factor * flows that are left) over bytes."""
+    if factor >= 1:
+        return factor * sum(sizes)
+    steps = np.diff(np.sort(np.asarray([0.0, *sizes])))
+    return float(steps @ np.maximum(1.0, factor * np.arange(len(sizes), 0, -1)))
 
 
 def _port_factor(own: Sequence[float], other: Sequence[float]) -> float:

@@ -22,6 +22,7 @@ __all__ = [
     "in_node_pairs",
     "matrix_of",
     "nic_peers",
+    "one_pair_a_node",
     "rails",
     "random_matrix",
     "turn",
@@ -108,6 +109,12 @@ def all_pairs(topology: Topology, nodes: Sequence[int], nbytes: int) -> list[Flo
         ranks = topology.ranks_of(node)
         flows += [(r, q, nbytes) for r in ranks for q in ranks if r != q]
     return flows
+
+
+def one_pair_a_node(topology: Topology, nbytes: int) -> list[Flow]:
+    """One flow inside every node of at least two ranks, all at once: what nodes that share a machine take."""
+    homes = (topology.ranks_of(node) for node in range(topology.nodes))
+    return [(ranks[0], ranks[1], nbytes) for ranks in homes if len(ranks) > 1]
 
 
 def nic_peers(topology: Topology, nic: int) -> tuple[list[int], list[int], int] | None:

@@ -307,6 +307,9 @@ class Prober(Recorder):
         if topology.nodes > 1:
             everywhere = patterns.all_pairs(topology, range(topology.nodes), share)
             self.cell("in_node all pairs everywhere", everywhere, expected)
+            apart = patterns.one_pair_a_node(topology, size)
+            if len(apart) > 1:
+                self.cell("in_node apart", apart, expected)
 
     def _overlap(self) -> None:
         """Stage one between nodes and stage two inside the receiving node: each alone, then together."""

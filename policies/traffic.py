@@ -124,7 +124,7 @@ class Traffic:
         node = topology.node_array
         found = np.zeros_like(out)
         port: IntArray = np.arange(self._world)
-        ports = self._world
+        ports, sent, received = self._world, out, into
         if kind == CROSS_NODE:
             names, place = np.unique(topology.nic_array, return_inverse=True)
             port, ports = place.reshape(-1).astype(np.int64), len(names)
@@ -139,9 +139,10 @@ class Traffic:
         width = np.bincount(home, minlength=topology.nodes)
         by_node = np.maximum(grouped(out, node, topology.nodes), grouped(into, node, topology.nodes))
         found = np.maximum(found, (by_node * link.node / width)[:, node])
-        everywhere = out.sum(axis=1) * link.world / ports
-        largest: FloatArray = np.maximum(found, everywhere[:, None])
-        return largest
+        if not link.crowd:
+            return found
+        everywhere = np.maximum(link.crowded(sent), link.crowded(received))
+        return np.maximum(found, everywhere[:, None])
 
 
 def grouped(values: FloatArray, group: IntArray, groups: int) -> FloatArray:

@@ -23,19 +23,20 @@ OUTPUT = {"--json", "--force"}
 PRICING = {"--scenario", "--move", "--bucket-bytes"}
 SURFACE = {
     "calibrate": {"--out", "--executor", "--quick", "--budget"} | RANKS | OUTPUT,
-    "choose": {"--profile", "--executor", "--allow-mismatch"} | PRICING | OUTPUT,
+    "choose": {"--profile", "--executor", "--allow-mismatch", "--out", "--format"} | PRICING | OUTPUT,
     "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
     "run": {
         "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",
         "--move-limit", "--allow-mismatch", "--plot", "--results",
     } | PRICING | RANKS | OUTPUT,
+    "soak": {"--seconds", "--bytes", "--message", "--executor"} | RANKS | OUTPUT,
 }  # fmt: skip
 PLAN = ["plan", "--scenario", "smoke", "--topology", "2x2"]
 CHOOSE = ["choose", "--scenario", "smoke", "--profile"]
 OLD_MOVE = [
     "run", "--scenario", "transitions", "--nodes", "2", "--ranks-per-node", "4", "--max-extra", "2MiB", "--move",
 ]  # fmt: skip
-HIDDEN = {"run": {"--fault"}}
+HIDDEN = {"run": {"--fault"}, "soak": {"--fault"}}
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
@@ -101,7 +102,7 @@ def test_help_and_plan_import_neither_torch_nor_deepspeed(arguments: list[str], 
 def elsewhere() -> str:
     """An intact profile of a machine with another processor."""
     curve = Curve(bytes=(1024, 1 << 20), seconds=(1e-4, 2e-2), tail_s_per_byte=2e-8)
-    link = LinkCosts(curve, 0.0, 0.0, 1.0, 1.0, 1.0, {}, {}, 1.0, 1.0, 0.0)
+    link = LinkCosts(curve, 0.0, 0.0, 1.0, 1.0, 1.0, {}, {}, 1.0, {}, 0.0)
     pack = PackCosts(1e-5, 1e-6, 1e-10)
     found = ExecutorProfile(ExecutorCosts(1e-4, 1e-4, 0.8, link, link, pack, pack), (), {})
     profile = Profile(
@@ -320,7 +321,7 @@ def test_a_full_disk_behind_standard_output_is_one_line_and_no_success(json_too:
     assert done.stderr.splitlines()[-1].endswith(": No space left on device")
 
 
-@pytest.mark.parametrize("module", ["pydantic", "numpy", "relaymeter.harness.commands_offline"])
+@pytest.mark.parametrize("module", ["pydantic", "numpy", "relaymeter.harness.commands_plan"])
 @pytest.mark.parametrize("start", ["-m", "-c"])
 def test_an_interrupt_while_modules_are_imported_is_one_line(module: str, start: str, tmp_path: Path) -> None:
     """Both ways in: ``python -m relaymeter``, and what the installed script does."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,17 +19,20 @@ import torch.distributed as dist
 
 from relaymeter.calibration.cells import Cell, Instruments
 from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, ExecutorCosts
-from relaymeter.calibration.fingerprint import machine_facts, world_facts
+from relaymeter.calibration.fingerprint import world_facts
 from relaymeter.calibration.fit import curve_points, fit_costs, held_out, replicates
+from relaymeter.calibration.gather import gather_bytes, gather_json, gather_machines, wire_device
+from relaymeter.calibration.hints import RankHints, hint_warnings, rank_hints
 from relaymeter.calibration.measure import RankExchange, RankPacking, World
 from relaymeter.calibration.probes import Prober
 from relaymeter.calibration.profiles import ExecutorProfile, Gate, Profile, from_json
 from relaymeter.calibration.recorder import Findings, Settings
+from relaymeter.calibration.sanity import memory_warnings, refuse_single_sizes, unsound
 from relaymeter.errors import InputError, NothingMeasured, PlanDisagreement, RelaymeterError
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.transport import EXECUTORS, default_executor
 
-__all__ = ["build_profile", "calibrate_cluster", "run_calibration"]
+__all__ = ["build_profile", "calibrate_cluster", "fingerprint_of", "instruments_of", "run_calibration"]
 
 Progress = Callable[[float, str], None]
 
@@ -60,20 +62,39 @@ def run_calibration(
     settings = Settings.short() if quick else Settings()
     if budget_s is not None:
         settings = replace(settings, budget_s=budget_s)
-    exchange = RankExchange(world, time_limit_s=time_limit_s, poll=poll)
-    connect = {executor: exchange.connect(executor) for executor in chosen}
-    instruments = Instruments(
-        exchange.measure, RankPacking(world, time_limit_s=time_limit_s, poll=poll).measure, _largest_message(world)
-    )
+    instruments, connect, rank = instruments_of(world, chosen, time_limit_s, poll)
+    hints = [RankHints.from_dict(entry) for entry in gather_json(world, _hints(world).to_dict())]
     findings = Prober(instruments, world.topology, settings, progress).run(chosen)
-    facts = _machines(world)
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    fingerprint = world_facts(world.topology, world.backend, device, facts, cluster)
+    findings.warnings += memory_warnings(findings, instruments.largest_bytes, rank)
+    fingerprint = fingerprint_of(world, cluster)
 
     def fitted() -> Profile:
-        return build_profile(findings, chosen, settings, fingerprint, connect, quick=quick)
+        return build_profile(findings, chosen, settings, fingerprint, connect, quick=quick, hints=hints)
 
     return _agreed(world, fitted)
+
+
+def instruments_of(
+    world: World, executors: Sequence[str], time_limit_s: float, poll: Callable[[], None] | None = None
+) -> tuple[Instruments, dict[str, float], int]:
+    """The real ranks as instruments, the seconds that each of ``executors`` took to touch every peer first (in no
+    sample), and the rank whose memory allows the least. Every rank calls it. Raises as ``run_calibration`` does."""
+    exchange = RankExchange(world, time_limit_s=time_limit_s, poll=poll)
+    connect = {executor: exchange.connect(executor) for executor in executors}
+    largest, rank = _largest_message(world)
+    packing = RankPacking(world, time_limit_s=time_limit_s, poll=poll)
+    return Instruments(exchange.measure, packing.measure, largest), connect, rank
+
+
+def fingerprint_of(world: World, cluster: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a profile made on ``world`` is valid for. Every rank calls it and gets what its own machine says, but for
+    what is known of all."""
+    on_gpu = world.device.type == "cuda"
+    device = torch.cuda.get_device_name(world.device) if on_gpu else "cpu"
+    loaded = None
+    if world.backend == "nccl":
+        loaded = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return world_facts(world.topology, world.backend, device, gather_machines(world), cluster, loaded)
 
 
 def calibrate_cluster(
@@ -88,6 +109,7 @@ def calibrate_cluster(
     """Probe and fit in this process, whatever stands behind the seam. Raises like ``run_calibration``."""
     settings = settings or Settings()
     findings = Prober(instruments, topology, settings, progress).run(executors)
+    findings.warnings += memory_warnings(findings, instruments.largest_bytes)
     return build_profile(findings, executors, settings, fingerprint or {}, {}, quick=False)
 
 
@@ -99,18 +121,23 @@ def build_profile(
     connect_s: Mapping[str, float],
     *,
     quick: bool,
+    hints: Sequence[RankHints] = (),
 ) -> Profile:
-    """Fit the findings. Pure but for the clock; rank 0 calls it. Raises NothingMeasured where no link has a curve."""
+    """Fit the findings. Pure but for the clock; rank 0 calls it. ``hints``: the view of each rank. Raises
+    NothingMeasured where a link has no curve, and where a figure is no number."""
+    refuse_single_sizes(findings, executors)
     found: dict[str, ExecutorProfile] = {}
     for number, executor in enumerate(executors):
         costs = fit_costs(findings.cells, findings.pack_cells, findings.topology, executor)
         drawn = replicates(
             findings.cells, findings.pack_cells, findings.topology, executor, settings.replicates, seed=number + 1
         )
+        for problem in (text for one in (costs, *drawn) for text in unsound(one)):
+            raise NothingMeasured(f"{executor}: {problem}, of which no price can be made: calibrate again")
         found[executor] = ExecutorProfile(costs, drawn, _intervals(costs, drawn))
     gates = _gates(findings.cells, executors, found, fingerprint)
     warnings = [*findings.warnings, *(_gate_warning(gate) for gate in gates if not gate.passed)]
-    return Profile(
+    profile = Profile(
         created_utc=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         fingerprint=dict(fingerprint),
         topology=findings.topology,
@@ -123,7 +150,9 @@ def build_profile(
         cells=tuple(findings.cells),
         pack_cells=tuple(findings.pack_cells),
         sharing=tuple(findings.sharing),
+        hints=tuple(one.to_dict() for one in hints),
     )
+    return replace(profile, warnings=tuple(dict.fromkeys([*profile.warnings, *hint_warnings(hints, profile)])))
 
 
 def _default_order(backend: str) -> tuple[str, ...]:
@@ -192,38 +221,25 @@ def _gate_warning(gate: Gate) -> str:
     return f"gate missed: {gate.name} is {gate.value:.3g}, at most {gate.limit:g} wanted"
 
 
-def _largest_message(world: World) -> int:
-    """Bytes per pair that leave room for the buffers of all ranks of a machine; the same on every rank."""
+def _hints(world: World) -> RankHints:
+    return rank_hints(str(world.device), world.backend)
+
+
+def _largest_message(world: World) -> tuple[int, int]:
+    """Bytes per pair that leave room for the buffers of all ranks of a machine, and the rank that has the least room;
+    the same on every rank."""
     here = len(world.topology.ranks_of(world.topology.node[world.rank]))
     free = psutil.virtual_memory().available / max(here, world.world_size if world.backend == "gloo" else here)
     if world.device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info(world.device)[0])
-    least = torch.tensor([int(free / 12)], dtype=torch.int64, device=_wire_device(world))
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    if int(least) < 1 << 20:
+    room = [int.from_bytes(part, "little") for part in gather_bytes(world, int(free / 12).to_bytes(8, "little"))]
+    least = min(room)
+    if least < 1 << 20:
         raise InputError(
-            f"only {12 * int(least)} bytes of memory are free per rank: calibration needs 12 MiB; free memory or start "
-            "fewer ranks"
+            f"only {12 * least} bytes of memory are free for rank {room.index(least)}: calibration needs 12 MiB per "
+            "rank; free memory or start fewer ranks"
         )
-    return int(least)
-
-
-def _wire_device(world: World) -> torch.device:
-    return world.device if world.backend == "nccl" else torch.device("cpu")
-
-
-def _gather_bytes(world: World, content: bytes) -> list[bytes]:
-    """Equal-length ``content`` of every rank."""
-    mine = torch.tensor(list(content), dtype=torch.uint8, device=_wire_device(world))
-    parts = [torch.empty_like(mine) for _ in range(world.world_size)]
-    dist.all_gather(parts, mine)
-    return [bytes(part.tolist()) for part in parts]
-
-
-def _machines(world: World) -> str:
-    """Hash over the machines of all ranks, in order."""
-    mine = hashlib.sha256(json.dumps(machine_facts(), sort_keys=True).encode()).digest()
-    return hashlib.sha256(b"".join(_gather_bytes(world, mine))).hexdigest()[:16]
+    return least, room.index(least)
 
 
 def _agreed(world: World, fitted: Callable[[], Profile]) -> Profile:
@@ -234,7 +250,7 @@ def _agreed(world: World, fitted: Callable[[], Profile]) -> Profile:
             payload = fitted().to_json().encode()
         except RelaymeterError as error:
             payload, failed = str(error).encode(), True
-    device = _wire_device(world)
+    device = wire_device(world)
     head = torch.tensor([len(payload), int(failed)], dtype=torch.int64, device=device)
     dist.broadcast(head, src=0)
     length, failed = int(head[0]), bool(head[1])
@@ -246,7 +262,7 @@ def _agreed(world: World, fitted: Callable[[], Profile]) -> Profile:
     if failed:
         raise NothingMeasured(text)
     profile = from_json(json.loads(text), "from rank 0")
-    hashes = _gather_bytes(world, bytes.fromhex(profile.sha256))
+    hashes = gather_bytes(world, bytes.fromhex(profile.sha256))
     if len(set(hashes)) > 1:
         odd = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
         raise PlanDisagreement(f"ranks {odd} hold another profile than rank 0: nothing was written")

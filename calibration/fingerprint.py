@@ -1,12 +1,16 @@
 """What a profile is valid for: versions, machine, backend, world and how its ranks were started.
 
-``machine_facts()`` needs no world; ``world_facts(...)`` adds what a joined world knows. A profile is refused where an
-entry differs. No torch import (its version is read from its metadata).
+``machine_facts()`` needs no world; ``environment_facts()`` is what ranks inherit of the transports' settings;
+``world_facts(...)`` adds what a joined world knows. A profile is refused where an entry differs. No torch import (its
+version is read from its metadata).
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,14 +21,24 @@ import psutil
 from relaymeter import __version__
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["machine_facts", "world_facts"]
+__all__ = ["environment_facts", "machine_facts", "world_facts"]
+
+#: Settings of the transports, by which the same machine has other prices.
+_PREFIXES = ("NCCL_", "GLOO_")
+#: What differs from launch to launch or from host to host, or changes no time.
+_OTHERWISE = ("_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_COMM_ID", "NCCL_DEBUG", "NCCL_CONF_FILE")
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:;=+^-]{0,64}")
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def machine_facts() -> dict[str, Any]:
-    """Entries that any process on the machine can state: versions, processor, cores, memory, kernel."""
+    """Entries that any process on the machine can state: versions, driver, processor, cores, memory, kernel."""
     return {
         "relaymeter": __version__,
         "torch": _version("torch"),
+        "nccl": next((found for found in map(_version, _NCCL_PACKAGES) if found), None),
+        "gpu_driver": _driver(),
         "cpu": _cpu_model(),
         "cores": psutil.cpu_count(logical=True),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
@@ -32,13 +46,32 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+def environment_facts(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The transports' settings (``NCCL_*``, ``GLOO_*``) of ``environment``, by default this process's, by name. Values
+    that may hold a path or a name are hashed; interfaces and what only identifies a launch are left out."""
+    found = os.environ if environment is None else environment
+    return {
+        name: value if _PLAIN.fullmatch(value) else f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:12]}"
+        for name, value in sorted(found.items())
+        if name.startswith(_PREFIXES) and not any(other in name for other in _OTHERWISE)
+    }
+
+
 def world_facts(
-    topology: Topology, backend: str, device: str, machines: str, cluster: Mapping[str, Any] | None
+    topology: Topology,
+    backend: str,
+    device: str,
+    machines: str,
+    cluster: Mapping[str, Any] | None,
+    nccl_loaded: str | None = None,
 ) -> dict[str, Any]:
     """Entries of a joined world. ``topology`` as the ranks declare it; ``machines`` a hash over all ranks' machines;
-    ``cluster`` how the ranks were started (nodes, NICs and their rate), None where the world was joined."""
+    ``cluster`` how the ranks were started (nodes, NICs and their rate), None where the world was joined;
+    ``nccl_loaded`` the version of the NCCL that runs, None on another backend."""
     return {
         **machine_facts(),
+        "environment": environment_facts(),
+        "nccl_loaded": nccl_loaded,
         "backend": backend,
         "device": device,
         "world_size": topology.world_size,
@@ -54,6 +87,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA kernel driver; None without one."""
+    try:
+        text = _DRIVER.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)*\b", text)
+    return found.group() if found else None
 
 
 def _cpu_model() -> str:

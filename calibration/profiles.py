@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +16,29 @@ from typing import Any
 
 from relaymeter.calibration.cells import Cell, PackCell
 from relaymeter.calibration.costs import ExecutorCosts
+from relaymeter.calibration.hashes import canonical, changed, hash_tree
 from relaymeter.calibration.links import Sharing
+from relaymeter.calibration.sanity import unsound
 from relaymeter.errors import InputError
 from relaymeter.records import dump_json, load_json, write_text
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["PROFILE_SCHEMA", "ExecutorProfile", "Gate", "Profile", "differences", "from_json", "load", "save"]
+__all__ = [
+    "PROFILE_SCHEMA",
+    "ExecutorProfile",
+    "Gate",
+    "Profile",
+    "differences",
+    "from_json",
+    "load",
+    "machine_id_of",
+    "save",
+]
 
 #: Version of the profile file. A reader refuses another one.
-PROFILE_SCHEMA = 1
+PROFILE_SCHEMA = 2
+#: At most so many edited members are named.
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,15 @@ class Profile:
     cells: tuple[Cell, ...] = ()
     pack_cells: tuple[PackCell, ...] = ()
     sharing: tuple[Sharing, ...] = ()
+    hints: tuple[Mapping[str, Any], ...] = ()
+    """What each rank was seen to be (host, NUMA, GPU, NICs), which measured classes confirm or contradict; see
+    ``hints.RankHints``."""
+
+    @property
+    def simulated(self) -> str | None:
+        """The simulated cluster that was calibrated; None: a real one."""
+        name = self.fingerprint.get("simulated")
+        return None if name is None else str(name)
 
     @property
     def executor(self) -> str:
@@ -91,13 +114,19 @@ class Profile:
 
     @property
     def machine_id(self) -> str:
-        """Hash of the fingerprint: what stands for the machine in records and folder names."""
-        return hashlib.sha256(_canonical(self.fingerprint)).hexdigest()[:12]
+        """What stands for the machine in records and folder names: see ``machine_id_of``."""
+        return machine_id_of(self.fingerprint)
 
     @cached_property
     def sha256(self) -> str:
         """Hash of the content, written into the file and compared between ranks."""
-        return hashlib.sha256(_canonical(self._content())).hexdigest()
+        return hashlib.sha256(canonical(self._hashed)).hexdigest()
+
+    @cached_property
+    def _hashed(self) -> dict[str, Any]:
+        """The content as JSON has it, and the hashes of its parts."""
+        content = json.loads(dump_json(self._content(), indent=None))
+        return {**content, "hashes": hash_tree(content)}
 
     def costs(self, executor: str) -> ExecutorCosts:
         """Costs of ``executor``. Raises InputError naming the measured ones."""
@@ -145,6 +174,8 @@ class Profile:
             "connect_s": dict(self.connect_s),
             "warnings": list(self.warnings),
             "gates": [{**asdict(gate), "passed": gate.passed} for gate in self.gates],
+            "hints": [dict(rank) for rank in self.hints],
+            "executor": self.executor,
             "executors": {name: found.to_dict() for name, found in self.executors.items()},
             "sharing": [asdict(found) for found in self.sharing],
             "cells": [cell.to_dict() for cell in self.cells],
@@ -153,7 +184,7 @@ class Profile:
 
     def to_json(self) -> str:
         """The file's text: strict JSON, one member a line below the top level."""
-        content = {**self._content(), "sha256": self.sha256}
+        content = {**self._hashed, "sha256": self.sha256}
         lines = (f'  "{key}": {_member(value)}' for key, value in content.items())
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -169,22 +200,47 @@ def _member(value: Any) -> str:
     return dump_json(value, indent=None).rstrip()
 
 
-def _canonical(value: Any) -> bytes:
-    return json.dumps(json.loads(dump_json(value, indent=None)), sort_keys=True).encode()
-
-
 def from_json(entry: Any, place: str) -> Profile:
-    """The profile in parsed JSON; ``place`` names the file in errors. Raises InputError where it is not intact."""
+    """The profile in parsed JSON; ``place`` names the file in errors. Raises InputError where it is not intact, naming
+    the members that were edited, or where a figure is no number."""
     if not isinstance(entry, dict) or "sha256" not in entry or "executors" not in entry:
         raise InputError(f"{place} is no profile: make one with relaymeter calibrate --out FILE")
-    if entry.get("schema_version") != PROFILE_SCHEMA:
+    version = entry.get("schema_version")
+    if version != PROFILE_SCHEMA:
+        older = isinstance(version, int) and version < PROFILE_SCHEMA
         raise InputError(
-            f"profile {place} has schema_version {entry.get('schema_version')!r}, this version reads {PROFILE_SCHEMA}: "
-            "calibrate again"
+            f"profile {place} has schema_version {version!r}, "
+            + ("from an older version of this tool; " if older else "")
+            + f"this version reads {PROFILE_SCHEMA}: calibrate again"
         )
-    content = {key: value for key, value in entry.items() if key != "sha256"}
-    if hashlib.sha256(_canonical(content)).hexdigest() != entry["sha256"]:
-        raise InputError(f"profile {place} was edited after it was written (its sha256 differs): calibrate again")
+    _refuse_edited(entry, place)
+    profile = _read(entry, place)
+    for name, found in profile.executors.items():
+        for costs in (found.costs, *found.replicates):
+            for problem in unsound(costs):
+                raise InputError(
+                    f"profile {place}: executors.{name}: {problem}, of which no price can be made: calibrate again"
+                )
+    return profile
+
+
+def _refuse_edited(entry: Mapping[str, Any], place: str) -> None:
+    hashed = {key: value for key, value in entry.items() if key != "sha256"}
+    content = {key: value for key, value in hashed.items() if key != "hashes"}
+    edited = [path or "hashes" for path in changed(content, entry.get("hashes"))]
+    if not edited and hashlib.sha256(canonical(hashed)).hexdigest() != entry["sha256"]:
+        edited = ["hashes or sha256"]
+    executors = entry["executors"]
+    if not edited and entry.get("executor") != next(iter(executors), None):  # hashes do not know the order of members
+        edited = ["the order of executors"]
+    if edited:
+        more = f" and {len(edited) - _NAMED} more" if len(edited) > _NAMED else ""
+        raise InputError(
+            f"profile {place} was edited after it was written, in {', '.join(edited[:_NAMED])}{more}: calibrate again"
+        )
+
+
+def _read(entry: Mapping[str, Any], place: str) -> Profile:
     try:
         return Profile(
             created_utc=entry["created_utc"],
@@ -199,18 +255,31 @@ def from_json(entry: Any, place: str) -> Profile:
             cells=tuple(Cell.from_dict(cell) for cell in entry["cells"]),
             pack_cells=tuple(PackCell.from_dict(cell) for cell in entry["pack_cells"]),
             sharing=tuple(Sharing(**found) for found in entry["sharing"]),
+            hints=tuple(entry["hints"]),
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"profile {place} is incomplete ({type(error).__name__}: {error}): calibrate again") from error
 
 
+def machine_id_of(fingerprint: Mapping[str, Any]) -> str:
+    """Hash of a fingerprint; that of a simulated cluster begins with ``simulated-`` and its name."""
+    found = hashlib.sha256(canonical(fingerprint)).hexdigest()[:12]
+    name = fingerprint.get("simulated")
+    return found if name is None else f"simulated-{name}-{found[:6]}"
+
+
 def differences(profile: Profile, expected: Mapping[str, Any]) -> tuple[str, ...]:
-    """Entries of ``expected`` in which the fingerprint differs, as ``"torch: profile 2.13.0, here 2.12.1"``."""
-    return tuple(
-        f"{key}: profile {_short(profile.fingerprint.get(key))}, here {_short(value)}"
-        for key, value in expected.items()
-        if _canonical(profile.fingerprint.get(key)) != _canonical(value)
-    )
+    """Entries of ``expected`` in which the fingerprint differs, as ``"torch: profile 2.13.0, here 2.12.1"``; of entries
+    that are objects the member, as ``"environment.NCCL_P2P_DISABLE: profile null, here 1"``."""
+    return tuple(text for key, value in expected.items() for text in _differ(key, profile.fingerprint.get(key), value))
+
+
+def _differ(name: str, there: Any, here: Any) -> Iterator[str]:
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
+        for key in dict.fromkeys([*there, *here]):
+            yield from _differ(f"{name}.{key}", there.get(key), here.get(key))
+    elif canonical(there) != canonical(here):
+        yield f"{name}: profile {_short(there)}, here {_short(here)}"
 
 
 def _short(value: Any) -> str:

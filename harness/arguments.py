@@ -22,6 +22,7 @@ __all__ = [
     "add_planner",
     "add_pricing",
     "add_ranks",
+    "add_simulate",
     "bucket",
     "count",
     "fault",
@@ -29,6 +30,7 @@ __all__ = [
     "json_target",
     "named",
     "nic",
+    "preset",
     "profile_or_none",
     "seconds",
     "typed",
@@ -121,7 +123,7 @@ def add_output(parser: argparse.ArgumentParser, what: str) -> None:
     group.add_argument("--force", action="store_true", help="replace files that exist")
 
 
-def add_ranks(parser: argparse.ArgumentParser, like: str, limit_s: int) -> None:
+def add_ranks(parser: argparse.ArgumentParser, like: str, limit_s: int | str) -> None:
     """``like``: what says how many ranks there are by default, else 2 nodes of 2 ranks, unshaped; may be empty."""
     group = parser.add_argument_group(
         "ranks",
@@ -149,6 +151,21 @@ def add_ranks(parser: argparse.ArgumentParser, like: str, limit_s: int) -> None:
     group.add_argument(
         "--time-limit", type=seconds, metavar="SECONDS", help=f"limit of the whole command (default {limit_s})"
     )
+
+
+def add_simulate(parser: argparse._ActionsContainer, what: str) -> None:
+    """``what`` the command does with a simulated cluster (lower case, no full stop)."""
+    parser.add_argument(
+        "--simulate",
+        type=preset,
+        metavar="PRESET|FILE.toml",
+        help=f"{what}; presets are listed in docs/simulated.md",
+    )
+
+
+def preset(text: str) -> str:
+    """A simulated cluster, by the name of a preset or of a file; which exist is asked when it is read."""
+    return str(named(text))
 
 
 def add_executor(

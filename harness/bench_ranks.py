@@ -32,7 +32,6 @@ from relaymeter.relayout.bounded import BoundedMover, OwnedStorages
 from relaymeter.relayout.digest import digest_layout
 from relaymeter.relayout.layout import Layout, TensorSpec
 from relaymeter.relayout.placements import Cut, tensor_parallel_layout, zero3_layout
-from relaymeter.relayout.routes import ROUTES
 from relaymeter.relayout.timeline import predicted_extra_bytes
 from relaymeter.relayout.transport import EXECUTORS
 
@@ -59,12 +58,12 @@ def _shaped(bench: Bench, job: Mapping[str, Any]) -> dict[str, Any]:
     held = bench.storages(source)
     expected = digest_layout(source, world.rank, held)
     candidates = []
-    for degree, routes in ((2, ("direct",)), (1, ROUTES)):
+    for degree in (2, 1):
         replicas = [second[at : at + degree] for at in range(0, len(second), degree)]
         destination = tensor_parallel_layout(specs, cuts, replicas, world.world_size)
         target = ReplicaStorage(destination, world.rank)
         entry = {"move": f"ZeRO-3 x2 -> TP{degree} x {len(replicas)}"}
-        for route in routes:
+        for route in ("direct",) if degree == 2 else bench.routes(source, destination):
             for executor in EXECUTORS:
                 candidates.append(
                     bench.move(source, destination, held, target, expected, entry, route=route, executor=executor)
@@ -188,7 +187,7 @@ def _memory(bench: Bench, job: Mapping[str, Any]) -> dict[str, Any]:
         destination = tensor_parallel_layout(specs, cuts, replicas, world.world_size)
         target = ReplicaStorage(destination, world.rank)
         target.poison()  # all pages resident
-        for route in ROUTES:
+        for route in bench.routes(source, destination):
             for executor in EXECUTORS:
                 entry = {"move": f"ZeRO-3 x2 -> TP{degree} x {len(replicas)}"}
                 bench.say(f"{entry['move']}, {route}, {executor}")

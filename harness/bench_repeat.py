@@ -28,7 +28,7 @@ from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.memory import PeakMemory, release_free_pages
 from relaymeter.relayout.planner import plan_move
-from relaymeter.relayout.routes import ROUTES
+from relaymeter.relayout.routes import ROUTES, block_groups
 from relaymeter.relayout.schedule import Schedule, build_schedule
 
 __all__ = ["MOVE_LIMIT_S", "Bench", "Candidate", "sample", "settle_memory"]
@@ -114,6 +114,11 @@ class Bench:
         if rate is None:
             return schedule, None
         return schedule, lower_bound(plan, topology, dict.fromkeys(topology.nic, rate), None).seconds
+
+    def routes(self, source: Layout, destination: Layout) -> tuple[str, ...]:
+        """The routes by which the move differs."""
+        topology = self.world.topology
+        return block_groups(plan_move(source, destination, topology), topology).candidates
 
     def check(self, expected: LayoutDigest, layout: Layout, storages: Mapping[str, torch.Tensor]) -> None:
         """Raise DigestMismatch, on every rank, unless all of ``layout`` is as the source. Collective."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relaymeter.calibration.fingerprint import machine_facts
+from relaymeter.calibration.fingerprint import environment_facts, machine_facts
 from relaymeter.calibration.profiles import Profile, differences
 from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError, RelaymeterError
@@ -88,11 +88,18 @@ def is_shaped(cluster: ClusterConfig | None) -> bool:
     return cluster is not None and cluster.shape and cluster.nic_rate_bytes_per_s is not None
 
 
-def open_profile(path: Path, allow_mismatch: bool) -> tuple[Profile, tuple[str, ...]]:
-    """The profile, and where it differs from this machine (empty unless ``allow_mismatch``). Raises InputError."""
-    here = machine_facts()
-    profile = load_profile(path, here, allow_mismatch=allow_mismatch)
-    return profile, differences(profile, here)
+def open_profile(path: Path, allow_mismatch: bool, *, starts_ranks: bool = False) -> tuple[Profile, tuple[str, ...]]:
+    """The profile, and where it differs from this machine (empty unless ``allow_mismatch``), and, where the command
+    ``starts_ranks``, from the transports' settings that they will have. A simulated one belongs to no machine and
+    differs from none: whoever starts ranks refuses it. Raises InputError."""
+    here = {**machine_facts(), **({"environment": environment_facts()} if starts_ranks else {})}
+    profile = load_profile(path)
+    if profile.simulated is not None:
+        return profile, ()
+    differ = differences(profile, here)
+    if differ and not allow_mismatch:
+        load_profile(path, here)  # says where it differs, and what to do
+    return profile, differ
 
 
 def asked_cluster(args: argparse.Namespace, base: ClusterConfig) -> ClusterConfig:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaymeter.calibration.profiles import Profile
+from relaymeter.calibration.profiles import Profile, machine_id_of
+from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.calibration.profiles import save as save_profile
 from relaymeter.errors import EXIT_OK, EXIT_RANK_LOST, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import emit, emit_run
@@ -31,6 +34,12 @@ from relaymeter.harness.commands_ranks import (
     shapeable,
     work_together,
     write_all,
+)
+from relaymeter.harness.commands_simulated import (
+    first_line,
+    lines_of_progress,
+    refuse_rank_options,
+    simulated_executors,
 )
 from relaymeter.harness.commands_state import run_state
 from relaymeter.harness.config import ExecutorChoice, PlannerChoice, Scenario, SuiteConfig, check
@@ -49,6 +58,9 @@ from relaymeter.harness.plan_file import PlanFile, load_plan
 from relaymeter.harness.plots import check_plot, plot_rows
 from relaymeter.harness.results import keep_results, machine_id, make_stamp
 from relaymeter.harness.scenario import load_any, load_suite
+from relaymeter.harness.simulated import load_preset
+from relaymeter.harness.simulated_profile import check_profile, simulated_facts
+from relaymeter.harness.simulated_run import SimulatedRun, simulated_rows
 from relaymeter.harness.verdict import judge, notes
 from relaymeter.policies.choose import choose
 from relaymeter.records import MoveRecord, dump_lines
@@ -77,10 +89,11 @@ class _Asked:
 
 def run(args: argparse.Namespace) -> int:
     """Move, verify, table: what the kind of the scenario says. Returns the exit code of the verdict."""
+    weights = _run_weights if args.simulate is None else _run_simulated
     if args.plan is not None:
-        return _run_weights(args, _planned(args))
+        return weights(args, _planned(args))
     scenario = load_any(args.scenario) if args.suite is None else load_suite(args.suite)
-    return _run_weights(args, _asked(args, scenario)) if isinstance(scenario, Scenario) else run_state(args, scenario)
+    return weights(args, _asked(args, scenario)) if isinstance(scenario, Scenario) else run_state(args, scenario)
 
 
 def _run_weights(args: argparse.Namespace, asked: _Asked) -> int:
@@ -94,7 +107,12 @@ def _run_weights(args: argparse.Namespace, asked: _Asked) -> int:
     if args.profile is None and args.allow_mismatch:
         raise InputError("--allow-mismatch is about a profile: give --profile PROFILE with it, or leave it out")
     if args.profile is not None:
-        profile, mismatch = open_profile(args.profile, args.allow_mismatch)
+        profile, mismatch = open_profile(args.profile, args.allow_mismatch, starts_ranks=True)
+        if profile.simulated is not None:
+            raise InputError(
+                f"profile {args.profile} is of the simulated cluster {profile.simulated}, whose rates no real rank "
+                f"has: add --simulate {profile.simulated}, or calibrate these ranks"
+            )
     out = emit.Output(args.json, force=args.force)
     if args.plot is not None:
         check_plot(args.plot, force=args.force)
@@ -138,7 +156,37 @@ def _run_weights(args: argparse.Namespace, asked: _Asked) -> int:
     if result is None:
         return code
     rows = [MoveRecord.from_dict(entry) for entry in result["rows"]]
-    return _report(args, rows, code, profile, job, out)
+    return _report(args, rows, code, profile, scenario, job.stamp, out)
+
+
+def _run_simulated(args: argparse.Namespace, asked: _Asked) -> int:
+    """Time the moves on a simulated cluster, in this process."""
+    refuse_rank_options(args)
+    cluster = load_preset(args.simulate)
+    profile = None if args.profile is None else load_profile(args.profile)
+    if profile is not None:
+        check_profile(cluster, profile, args.profile)
+    out = emit.Output(args.json, force=args.force)
+    if args.plot is not None:
+        check_plot(args.plot, force=args.force)
+    check_targets(json=args.json, plot=args.plot)
+    machine = machine_id_of(simulated_facts(cluster))
+    if args.results is not None:
+        check_results(args.results, machine)
+    executors = simulated_executors(cluster, asked.executor)
+    if asked.plan is not None:
+        moves = asked.plan.planned(cluster.topology)
+    else:
+        planners = planners_of(asked.planner)
+        moves = plan_scenario(asked.scenario, cluster.topology, asked.bucket_bytes, planners=planners)
+    out.say(f"{first_line(cluster)}; nothing moves, no bit is checked")
+    stamp = make_stamp(machine, shaped=False)
+    made = SimulatedRun(
+        cluster=cluster, scenario=asked.scenario.name, executors=executors, repeats=asked.repeats, stamp=stamp,
+        profile=profile, plan=asked.plan,
+    )  # fmt: skip
+    rows = simulated_rows(made, moves, lines_of_progress("run"))
+    return _report(args, rows, EXIT_OK, profile, asked.scenario, stamp, out, simulated_facts(cluster))
 
 
 def _planned(args: argparse.Namespace) -> _Asked:
@@ -238,20 +286,20 @@ def _report(
     rows: list[MoveRecord],
     code: int,
     profile: Profile | None,
-    job: RunJob,
+    scenario: Scenario,
+    stamp: RunStamp,
     out: emit.Output,
+    facts: Mapping[str, Any] | None = None,
 ) -> int:
     """Everything that follows from the rows, the verdict first. Returns its exit code, or, where the verdict is not
     that bits were wrong or a rank was lost, that of a file that could not be written."""
     verdict = judge(rows, code)
     if code != EXIT_OK:
         done = len({row.move for row in rows})
-        out.say(
-            f"stopped after {done} of {counted(len(job.scenario.moves), 'move')}: the rows of what had finished follow"
-        )
+        out.say(f"stopped after {done} of {counted(len(scenario.moves), 'move')}: the rows of what had finished follow")
     for line in verdict.lines:
         out.say(line)
-    for text in job.stamp.mismatch:
+    for text in stamp.mismatch:
         out.say(f"profile of another machine: {text}")
     if rows:
         out.say(emit_run.run_headline(rows, suite=args.suite is not None))
@@ -261,18 +309,24 @@ def _report(
         out.say(text)
     for text in notes(rows):
         out.say(f"note: {text}")
-    if verdict.exit_code == EXIT_OK:
+    if verdict.exit_code == EXIT_OK and rows[0].simulated is None:
         checked = sum(row.digest_total for row in rows)
         out.say(f"every bit arrived: {checked} of {counted(checked, 'digest')} equal over {counted(len(rows), 'row')}")
     if out.exit_code != EXIT_OK:
         for line in verdict.lines:
             print(f"relaymeter: {line}", file=sys.stderr)
-    failed = _write(args, rows, profile, job, out) or out.exit_code
+    failed = _write(args, rows, profile, scenario, stamp, out, facts) or out.exit_code
     return verdict.exit_code if failed == EXIT_OK or verdict.exit_code in (EXIT_WRONG_BITS, EXIT_RANK_LOST) else failed
 
 
 def _write(
-    args: argparse.Namespace, rows: list[MoveRecord], profile: Profile | None, job: RunJob, out: emit.Output
+    args: argparse.Namespace,
+    rows: list[MoveRecord],
+    profile: Profile | None,
+    scenario: Scenario,
+    stamp: RunStamp,
+    out: emit.Output,
+    facts: Mapping[str, Any] | None,
 ) -> int:
     """Write what was asked for, each whatever became of the others. Returns an exit code."""
 
@@ -281,7 +335,7 @@ def _write(
         out.say(f"plot: {args.plot}")
 
     def keep() -> None:
-        out.say(f"results: {_keep(args.results, rows, profile, job.scenario, job.stamp)}")
+        out.say(f"results: {_keep(args.results, rows, profile, scenario, stamp, facts)}")
 
     return write_all(args, {"json": lambda: out.json(dump_lines(rows)), "plot": plot, "results": keep})
 
@@ -298,9 +352,17 @@ def _cluster_mismatch(args: argparse.Namespace, profile: Profile, cluster: Clust
     return (text,)
 
 
-def _keep(root: Path, rows: list[MoveRecord], profile: Profile | None, scenario: Scenario, stamp: RunStamp) -> Path:
-    """Keep rows, profile (if any), plot and how they were made in a folder of their own."""
-    folder = keep_results(root, rows, stamp, scenario.name, None if profile is None else profile.fingerprint)
+def _keep(
+    root: Path,
+    rows: list[MoveRecord],
+    profile: Profile | None,
+    scenario: Scenario,
+    stamp: RunStamp,
+    facts: Mapping[str, Any] | None,
+) -> Path:
+    """Keep rows, profile (if any), plot and how they were made in a folder of their own. ``facts``: of the machine,
+    where there is no profile."""
+    folder = keep_results(root, rows, stamp, scenario.name, facts if profile is None else profile.fingerprint)
     if profile is not None:
         save_profile(profile, folder / "profile.json")
     plot_rows(rows, folder / "run.png")

@@ -41,7 +41,7 @@ __all__ = ["run_state"]
 _LIMIT_S = 1800.0
 StateRow = StateRecord | OffloadRecord
 #: Options of ``run`` that only moves of weights have, with their values where they are not given.
-_WEIGHTS_ONLY = {"profile": None, "max_extra": None, "plot": None, "allow_mismatch": False}
+_WEIGHTS_ONLY = {"profile": None, "simulate": None, "max_extra": None, "plot": None, "allow_mismatch": False}
 
 
 def run_state(args: argparse.Namespace, scenario: StateScenario | OffloadScenario) -> int:

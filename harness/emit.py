@@ -182,7 +182,8 @@ def profile_tables(profile: Profile) -> list[Table]:
     """What a calibration found: the fitted figures of each executor with their intervals, and its own gates."""
     shape = "+".join(str(len(profile.topology.ranks_of(node))) for node in range(profile.topology.nodes))
     figures = simple_table(
-        f"calibration of {shape} ranks by node, {len(set(profile.topology.nic))} NICs"
+        ("" if profile.simulated is None else f"simulated ({profile.simulated}): ")
+        + f"calibration of {shape} ranks by node, {len(set(profile.topology.nic))} NICs"
         + (" (quick)" if profile.quick else ""),
         [("figure", "left"), *((executor, "right") for executor in profile.executors)],
         caption="value [5 %, 95 %] of the bootstrap",

@@ -11,9 +11,21 @@ from typing import Any
 from rich.table import Table
 
 from relaymeter.harness.emit import NONE, simple_table, size_text, time_text, time_with_interval
-from relaymeter.units import format_seconds
+from relaymeter.policies.scaling import Scaling, ScalingCell
+from relaymeter.relayout.routes import ROUTES
+from relaymeter.units import counted, format_seconds
 
-__all__ = ["candidate_table", "choice_lines", "fallback_lines", "plan_table", "price_table"]
+__all__ = [
+    "candidate_table",
+    "choice_lines",
+    "fallback_lines",
+    "plan_table",
+    "price_table",
+    "regret_line",
+    "regret_of",
+    "scaling_lines",
+    "scaling_table",
+]
 
 Entry = Mapping[str, Any]
 
@@ -56,14 +68,15 @@ def _title(entry: Entry, full_name: bool) -> str:
 
 def price_table(entry: Entry, *, full_name: bool = False) -> Table:
     """Route and prices of every block class of one entry; ``full_name`` names its planner and executor too."""
+    routes = [name for name in ROUTES if any(name in row["prices_s"] for row in entry["classes"])]
     table = simple_table(
         f"{_title(entry, full_name)}: routes by block class",
         [("weights", "left"), ("tensors", "right"), ("block\nelements", "right"), ("ranks\na node", "right"),
-         ("bytes", "right"), ("route", "left"), ("direct", "right"), ("relay", "right"), ("spread", "right")],
+         ("bytes", "right"), ("route", "left"), *((name, "right") for name in routes)],
         caption="prices: all blocks of the class moved alone; bytes: each block counted once",
     )  # fmt: skip
     for row in entry["classes"]:
-        prices = [time_text(row[f"price_{route}_s"]) for route in ("direct", "relay", "spread")]
+        prices = [time_text(row["prices_s"].get(route)) for route in routes]
         table.add_row(
             row["label"], f"{row['tensors']:,}", f"{row['elements']:,}", str(row["fanout"]), size_text(row["bytes"]),
             row["route"] or NONE, *prices,
@@ -114,6 +127,83 @@ def choice_lines(move: Entry, *, full_name: bool = False) -> list[str]:
         f"today's constants (65,536 elements) would take {time_text(fixed)}: {_signed(regret)} over the choice{share}"
     )
     return lines
+
+
+def regret_of(entries: Sequence[Entry]) -> dict[str, Any] | None:
+    """What keeping today's constants costs over all moves, of the first planner and executor, JSON-ready; None where
+    they have no prices."""
+    first = entries[0]
+    mine = [one for one in entries if (one["planner"], one["executor"]) == (first["planner"], first["executor"])]
+    if not mine or any(one["choice"] is None for one in mine):
+        return None
+    chosen, fixed = (sum(one[key] for one in mine) for key in ("chosen_s", "fixed_constants_s"))
+    error = max(one["price_error"] for one in mine)
+    return {
+        "executor": mine[0]["executor"],
+        "moves": len(mine),
+        "choices": sum(row["route"] is not None for one in mine for row in one["classes"]),
+        "chosen_s": chosen,
+        "fixed_constants_s": fixed,
+        "regret_fixed_s": fixed - chosen,
+        "price_error": error,
+        "within_error": abs(fixed - chosen) <= error * chosen,
+        "extrapolated": any(one["extrapolated"] for one in mine),
+    }
+
+
+def regret_line(scenario: str, regret: Mapping[str, Any] | None, simulated: str | None) -> str:
+    """The headline of ``choose``: in seconds and per cent what keeping 65,536 costs, also where it costs nothing."""
+    start = "" if simulated is None else f"simulated ({simulated}): "
+    start += "keeping 65,536 elements for min_relay and min_split"
+    if regret is None:
+        return f"{start}: its cost is not known, {scenario} has no prices"
+    what = f"{scenario} ({counted(regret['moves'], 'move')}, {regret['executor']})"
+    if not regret["choices"]:
+        return f"{start} costs nothing on {what}: every route carries its blocks alike"
+    lost, chosen, fixed = (regret[key] for key in ("regret_fixed_s", "chosen_s", "fixed_constants_s"))
+    times = f"{time_text(fixed)} predicted against {time_text(chosen)} with the routes below"
+    if abs(lost) <= 1e-9 * chosen:
+        text = f"{start} costs nothing on {what}: {time_text(chosen)} predicted with it and with the routes below"
+    else:
+        share = f"{abs(lost) / chosen:.1%}" if chosen else "all"
+        verb, sign = ("costs", "+") if lost > 0 else ("saves", "-")
+        text = f"{start} {verb} {format_seconds(abs(lost))} ({sign}{share}) on {what}: {times}"
+        if regret["within_error"]:
+            text += f"; within the error of the prices ({regret['price_error']:.1%}), so it may as well be nothing"
+    return text + ("; beyond what was measured" if regret["extrapolated"] else "")
+
+
+def scaling_table(scaling: Scaling) -> Table:
+    """The fastest route by number of nodes and block size, and its lead over direct."""
+    table = simple_table(
+        f"which route wins ({scaling.executor}): equal blocks of one node, wanted whole by all "
+        f"{counted(scaling.ranks_per_node, 'rank')} of each other node",
+        [("nodes", "right"), *((size_text(size), "left") for size in scaling.block_bytes), ("error", "right")],
+        caption="by bytes of a block; 3.1x: times as fast as direct; a or b: inside the error, too close to call\n"
+        f"~ extrapolated: the profile measured {counted(scaling.measured_nodes, 'node')}; the error is doubled",
+    )
+    for nodes in scaling.nodes:
+        row = [scaling.cell(nodes, size) for size in scaling.block_bytes]
+        extrapolated = any(price.extrapolated for cell in row for price in cell.prices.values())
+        mark = "~ " if extrapolated else ""
+        table.add_row(f"{mark}{nodes}", *(_cell_text(cell) for cell in row), f"{max(c.error for c in row):.1%}")
+    return table
+
+
+def _cell_text(cell: ScalingCell) -> str:
+    lead = cell.prices[ROUTES[0]].total_s / cell.prices[cell.ranked[0]].total_s
+    return " or ".join(cell.close) + ("" if ROUTES[0] in cell.close else f" {lead:.3g}x")
+
+
+def scaling_lines(scaling: Scaling) -> list[str]:
+    """From which number of nodes and block size on each route wins, and direct loses, in words."""
+    lines = []
+    for route in ROUTES:
+        for nodes, size in scaling.wins_from(route):
+            lines.append(f"{route} wins from {counted(nodes, 'node')} and blocks of {size_text(size)} on")
+    for nodes, size in scaling.loses_from(ROUTES[0]):
+        lines.append(f"{ROUTES[0]} loses from {counted(nodes, 'node')} and blocks of {size_text(size)} on")
+    return lines or ["no route wins or loses beyond the error up to the largest numbers"]
 
 
 def _trust(move: Entry) -> str:

@@ -25,9 +25,10 @@ def run_headline(rows: Sequence[MoveRecord], *, suite: bool = False) -> str:
         else "slowest rank, median [interval]"
     )
     kept = "" if first.max_extra_bytes is None else f", source given up for {size_text(first.max_extra_bytes)} of extra"
+    how = f"simulated: {first.simulated}" if first.simulated else "shaped" if first.shaped else "unshaped"
     return (
-        f"{first.scenario}: {counted(first.ranks, 'rank')} on {counted(first.nodes, 'node')} "
-        f"({'shaped' if first.shaped else 'unshaped'}), {' and '.join(dict.fromkeys(row.executor for row in rows))}, "
+        f"{first.scenario}: {counted(first.ranks, 'rank')} on {counted(first.nodes, 'node')} ({how}), "
+        f"{' and '.join(dict.fromkeys(row.executor for row in rows))}, "
         f"{counted(len(first.samples_s), 'repeat')}{kept}; measured: pack + communicate + unpack, {shown}"
     )
 
@@ -57,7 +58,7 @@ def run_tables(rows: Sequence[MoveRecord]) -> list[Table]:
                 time_with_interval(row.measured_s, *ours), _ratio(row),
                 time_with_interval(row.predicted_s, *edges), NONE if row.error is None else f"{row.error:+.1%}",
                 size_text(row.bytes_cross_node), size_text(row.wire_cross_node_bytes),
-                f"{row.digest_passed}/{row.digest_total}", size_text(row.peak_bytes), row.verdict,
+                _digests(row), size_text(row.peak_bytes), row.verdict,
             )  # fmt: skip
         tables.append(table)
     return tables
@@ -69,7 +70,7 @@ def suite_table(rows: Sequence[MoveRecord]) -> Table:
     sources = list(dict.fromkeys(name for row in rows for name in row.source_bytes))
     priced = any(row.predicted_s is not None for row in rows)
     table = simple_table(
-        f"{rows[0].scenario}: {counted(len(rows), 'row')}",
+        f"{rows[0].scenario}: {counted(len(rows), 'row')}" + _simulated(rows[0]),
         [("move", "left"), *((kind, "whole") for kind in kinds), ("route", "whole"), ("measured", "right"),
          *([("/ bound", "right"), ("predicted", "right")] if priced else []),
          ("across\nnodes", "right"), ("kernel\ncounted", "right"), *((f"from\n{name}", "right") for name in sources),
@@ -81,7 +82,7 @@ def suite_table(rows: Sequence[MoveRecord]) -> Table:
             *([_ratio(row), time_text(row.predicted_s)] if priced else []),
             size_text(row.bytes_cross_node), size_text(row.wire_cross_node_bytes),
             *(size_text(row.source_bytes.get(name)) for name in sources),
-            f"{row.digest_passed}/{row.digest_total}", row.verdict,
+            _digests(row), row.verdict,
             end_section=number + 1 == len(rows) or rows[number + 1].move != row.move,
         )  # fmt: skip
     return table
@@ -140,7 +141,16 @@ def _move_title(rows: Sequence[MoveRecord]) -> str:
         parts.append(" and ".join(f"{format_bytes(count)} from {name}" for name, count in first.source_bytes.items()))
     if first.bound_s is not None:
         parts.append(f"bound {time_text(first.bound_s)} ({first.bound_by})")
-    return ", ".join([*parts, f"buckets of {format_bytes(first.bucket_bytes)}"])
+    return ", ".join([*parts, f"buckets of {format_bytes(first.bucket_bytes)}"]) + _simulated(first)
+
+
+def _simulated(row: MoveRecord) -> str:
+    """The end of a title."""
+    return "" if row.simulated is None else f" (simulated: {row.simulated})"
+
+
+def _digests(row: MoveRecord) -> str:
+    return f"{row.digest_passed}/{row.digest_total}" if row.simulated is None else "not\napplicable"
 
 
 def _ratio(row: MoveRecord) -> str:

@@ -27,13 +27,17 @@ from relaymeter.harness.state_config import OffloadScenario, StateScenario
 
 __all__ = [
     "CalibrateJob",
+    "CheckJob",
     "ClusterConfig",
     "Fault",
     "Job",
     "OffloadJob",
     "RunJob",
     "RunStamp",
+    "SoakFault",
+    "SoakJob",
     "StateJob",
+    "ValidateJob",
     "dump",
     "job_of",
 ]
@@ -97,6 +101,25 @@ class CalibrateJob(Config):
     """NICs as declared, in a world that this command did not make; None: as the ranks see them."""
     cluster: ClusterConfig | None = None
     """How the ranks were started, kept in the profile; None in a world that was joined."""
+
+
+class CheckJob(Config):
+    """What every rank of ``calibrate --check`` is told."""
+
+    kind: Literal["check"] = "check"
+    """Which job this is."""
+    profile: str
+    """Path of the profile whose cells are measured again."""
+    executor: str | None = None
+    """Executor to check; None: the profile's default one."""
+    allow_mismatch: bool = False
+    """Whether a profile of another machine is checked all the same."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make."""
+    cluster: ClusterConfig | None = None
+    """How the ranks were started; None in a world that was joined."""
 
 
 class RunJob(Config):
@@ -176,12 +199,68 @@ class OffloadJob(Config):
     """What the rows have in common."""
 
 
-Job = CalibrateJob | RunJob | StateJob | OffloadJob
+class SoakFault(Config):
+    """Damage for tests, done once to what a rank of a soak received, or to the rank itself."""
+
+    kind: Literal["swap", "flip", "stale", "zeros", "kill", "stop"]
+    """``swap`` two blocks, ``flip`` a bit, keep a block as it was (``stale``), ``zeros``; or end or freeze the rank."""
+    rank: Whole
+    """Rank it happens on."""
+
+
+class SoakJob(Config):
+    """What every rank of ``soak`` is told."""
+
+    kind: Literal["soak"] = "soak"
+    """Which job this is."""
+    seconds: Seconds | None
+    """End after about so long; None: no matter how long."""
+    total_bytes: Count | None
+    """End when all ranks together have sent so much; None: no matter how much."""
+    message_bytes: Count | None
+    """Largest message; None: by the backend."""
+    executor: ExecutorChoice
+    """Executor of the exchanges; auto: by the world's backend."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make."""
+    stamp: RunStamp
+    """What the rows have in common."""
+    fault: SoakFault | None = None
+    """Damage to do (tests)."""
+
+
+class ValidateJob(Config):
+    """What every rank of ``validate`` is told."""
+
+    kind: Literal["validate"] = "validate"
+    """Which job this is."""
+    profile: str
+    """Path of the profile whose prices are held against measurements."""
+    quick: bool
+    """Fewer and smaller cases, fewer repeats, moves by the default executor only."""
+    unshaped: bool
+    """Whether nothing holds the rates of the NICs, which makes every case hard."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make."""
+    stamp: RunStamp
+    """What the rows have in common."""
+    fault: Fault | None = None
+    """A bit to flip in the first move (tests)."""
+
+
+Job = CalibrateJob | CheckJob | RunJob | StateJob | OffloadJob | SoakJob | ValidateJob
 _JOBS: Mapping[str, type[Job]] = {
     "calibrate": CalibrateJob,
+    "check": CheckJob,
     "run": RunJob,
     "training-state": StateJob,
     "offload": OffloadJob,
+    "soak": SoakJob,
+    "validate": ValidateJob,
 }
 
 

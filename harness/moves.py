@@ -85,8 +85,9 @@ class PlannedMove:
         return made, time.perf_counter() - begin
 
     def uniform(self) -> dict[str, NDArray[np.int8]]:
-        """The route arrays that send every group one way, by name."""
-        return {name: self.groups.uniform(code) for code, name in enumerate(ROUTES)}
+        """The route arrays that send every group one way, by name; a route that would only repeat another is left out
+        (``BlockGroups.candidates``)."""
+        return {name: self.groups.uniform(ROUTES.index(name)) for name in self.groups.candidates}
 
     @cached_property
     def segments(self) -> int:
@@ -314,7 +315,7 @@ def _case(move: PlannedMove, route: str, executor: str) -> str:
 
 
 def route_bytes(groups: BlockGroups, codes: NDArray[np.int8]) -> Mapping[str, int]:
-    """Destination bytes by the route that carries them; groups without a choice count as direct."""
-    carried = np.where(groups.has_choice, codes, 0)
+    """Destination bytes by the route that really carries them, which may be another than was asked for."""
+    carried = groups.effective(codes)
     size = groups.elements * groups.itemsize * groups.fanout * groups.count
     return {name: int(size[carried == code].sum()) for code, name in enumerate(ROUTES)}

@@ -47,4 +47,4 @@ def add_plan(commands: Commands) -> None:
         help="write the plans themselves, with their routes: run --plan FILE runs them",
     )
     add_output(plan, "write the plan as JSON")
-    plan.set_defaults(handler=("commands_offline", "plan"))
+    plan.set_defaults(handler=("commands_plan", "plan"))

@@ -12,6 +12,7 @@ from relaymeter.harness.arguments import (
     add_planner,
     add_pricing,
     add_ranks,
+    add_simulate,
     count,
     fault,
     named,
@@ -36,6 +37,7 @@ def add_run(commands: Commands) -> None:
         "  relaymeter run --scenario dp4-dp2-dp4\n"
         "  relaymeter run --scenario offload\n"
         "  relaymeter run --plan plan.json\n"
+        "  relaymeter run --simulate h100-16x8 --scenario qwen3-32b\n"
         "  relaymeter run --scenario transitions --move tp4-tp2x2 --nodes 2 --ranks-per-node 4 --max-extra 2MiB",
     )
     what = run.add_argument_group("what moves (one of these)").add_mutually_exclusive_group(required=True)
@@ -88,6 +90,7 @@ def add_run(commands: Commands) -> None:
         "--results", type=named, metavar="DIR", help="also keep rows, profile and plot under DIR/<machine>/"
     )
     run.add_argument("--fault", type=fault, help=argparse.SUPPRESS)
+    add_simulate(run, "time the moves on a simulated cluster: no rank starts, nothing moves, no bit is checked")
     add_ranks(run, "as the profile, plan, suite or training state says, else ", 1800)
     add_output(run, "write the rows as JSON Lines")
     run.set_defaults(handler=("commands_run", "run"))

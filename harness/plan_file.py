@@ -27,7 +27,7 @@ from relaymeter.records import dump_json, load_json, write_text
 from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.plan_json import check_plan, plan_from_dict, plan_to_dict
 from relaymeter.relayout.planner import MovePlan
-from relaymeter.relayout.routes import block_groups
+from relaymeter.relayout.routes import ROUTES, block_groups
 from relaymeter.relayout.topology import Topology
 
 __all__ = ["PLAN_SCHEMA", "PlanFile", "RoutedMove", "load_plan", "save_plan"]
@@ -77,7 +77,7 @@ class RoutedMove:
             ("move", lambda value: isinstance(value, str), "no name"),
             ("planner", lambda value: isinstance(value, str) and value in PLANNERS, "no planner"),
             ("bucket_bytes", lambda value: type(value) is int and 0 < value < 2**63, "no size in bytes"),
-            ("chosen", _are_routes, "no object with lists of route codes (0 to 2) by executor"),
+            ("chosen", _are_routes, f"no object with lists of route codes (0 to {len(ROUTES) - 1}) by executor"),
             ("schedules", _are_hashes, "no object with hashes by route"),
             ("plan", lambda value: isinstance(value, Mapping), "no plan"),
         )
@@ -232,7 +232,9 @@ def _moves(entries: Any, names: Sequence[str], where: str) -> tuple[RoutedMove, 
 
 def _are_routes(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        name in EXECUTOR_CHOICES and isinstance(codes, list) and all(type(c) is int and 0 <= c <= 2 for c in codes)
+        name in EXECUTOR_CHOICES
+        and isinstance(codes, list)
+        and all(type(c) is int and 0 <= c < len(ROUTES) for c in codes)
         for name, codes in value.items()
     )
 

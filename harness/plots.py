@@ -60,6 +60,8 @@ def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) ->
         if bound.bound_s is not None:
             panel.axhline(bound.bound_s, color=_BOUND, linestyle="--", linewidth=1, label="lower bound")
             title += f"\nbound {format_seconds(bound.bound_s)} ({bound.bound_by})"
+        if bound.simulated is not None:
+            title = f"simulated ({bound.simulated}): {title}"
         panel.set_title(title, fontsize=9)
         panel.set_ylabel("seconds")
         panel.margins(y=0.2)

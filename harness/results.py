@@ -56,14 +56,21 @@ def _commit() -> str | None:
 
 
 def keep_results(
-    root: Path, rows: Sequence[Row], stamp: RunStamp, scenario: str, facts: Mapping[str, Any] | None = None
+    root: Path,
+    rows: Sequence[Row],
+    stamp: RunStamp,
+    scenario: str,
+    facts: Mapping[str, Any] | None = None,
+    *,
+    suite: str | None = None,
 ) -> Path:
     """Write ``<root>/<machine>/<UTC>_<commit>_run-<scenario>/`` with rows and how they were made, and return it.
 
-    ``facts``: of the machine; None: what any process can state. Raises OSError and InputError where it cannot.
+    ``suite`` stands in for ``run-<scenario>``. ``facts``: of the machine; None: what any process can state. Raises
+    OSError and InputError where it cannot.
     """
     when = stamp.utc.replace("-", "").replace(":", "")
-    folder = root / stamp.machine_id / f"{when}_{stamp.commit or 'unknown'}_run-{scenario}"
+    folder = root / stamp.machine_id / f"{when}_{stamp.commit or 'unknown'}_{suite or f'run-{scenario}'}"
     folder.mkdir(parents=True)
     write_text(folder / "rows.jsonl", dump_lines(rows))
     command = shlex.join(["relaymeter", *sys.argv[1:]])

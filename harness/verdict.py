@@ -24,6 +24,7 @@ from relaymeter.units import counted, format_bytes
 
 __all__ = [
     "BOUND_TOLERANCE",
+    "SIMULATED",
     "WIRE_SLACK_BYTES",
     "WIRE_TOLERANCE",
     "Verdict",
@@ -45,8 +46,12 @@ BOUND_TOLERANCE = 0.97
 #: From the worst down: the first that occurs is the exit code of the whole.
 _ORDER = (EXIT_WRONG_BITS, EXIT_RANK_LOST, EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED)
 
+#: The verdict of a row whose move was only timed, on a simulated cluster: there are no bits to be right or wrong.
+SIMULATED = "simulated"
+
 _CODES = {
     "ok": EXIT_OK,
+    SIMULATED: EXIT_OK,
     "wrong bits": EXIT_WRONG_BITS,
     "wire bytes differ": EXIT_GATE_MISSED,
     "not measured": EXIT_NOTHING_MEASURED,

@@ -26,9 +26,12 @@ Say = Callable[[str], None]
 #: on rank 0 it gives the result so far, again after everything that is done: a JSON-ready dict, or rows.
 _JOBS = {
     "calibrate": ("calibrate_job", "run_calibrate_job"),
+    "check": ("calibrate_job", "run_check_job"),
     "run": ("run", "run_job"),
+    "soak": ("soak_job", "run_soak_job"),
     "training-state": ("state_run", "run_state_job"),
     "offload": ("state_run", "run_offload_job"),
+    "validate": ("validate_job", "run_validate_job"),
 }
 
 

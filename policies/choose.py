@@ -1,7 +1,8 @@
 """The choice: a route for every class of blocks, made on the joint load, where the gain exceeds the prices' error.
 
-``choose(plan, topology, profile, bucket_bytes=..., executor=...)`` prices all-direct, all-relay and all-spread, then
-improves the best of them class by class, re-pricing the whole move each time. Pure, no torch import; equal everywhere.
+``choose(plan, topology, profile, bucket_bytes=..., executor=...)`` prices every uniform route, then improves the best
+of them class by class, re-pricing the whole move each time. Knows routes by their codes in ``ROUTES`` alone, so that a
+further one is chosen like the others. Pure, no torch import; equal everywhere.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _HOPELESS = 1.25
 class ClassRow:
     """One class of blocks: what it is, its route, and its prices when all its blocks move alone.
 
-    ``bytes`` counts each block once; ``route`` and the prices of relay and spread are None where there is no choice
-    (the holder is on the destination's node, or one rank of the node wants the block).
+    ``bytes`` counts each block once. ``route`` is how (most of) its blocks travel, None where every route carries them
+    alike. ``prices_s`` are seconds by route, of the routes that differ for the class.
     """
 
     label: str
@@ -51,13 +52,11 @@ class ClassRow:
     itemsize: int
     fanout: int
     route: str | None
-    price_direct_s: float
-    price_relay_s: float | None
-    price_spread_s: float | None
+    prices_s: Mapping[str, float]
     bound_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {**self.__dict__, "prices_s": dict(self.prices_s)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,7 @@ class Choice:
 
     route: Codes
     name: str
-    """``direct``, ``relay``, ``spread`` where all groups with a choice take one route, else ``mixed``."""
+    """The one route of all groups with a choice (``direct`` where there are none), else ``mixed``."""
     classes: tuple[ClassRow, ...]
     candidates: Mapping[str, Price]
     chosen: Price
@@ -84,6 +83,10 @@ class Choice:
     min_split: Mapping[int, Threshold]
     schedules: int
     """Schedules that were priced."""
+    executor: str
+    bucket_bytes: int
+    itemsize: int
+    """Bytes per element of most of the bytes that have a choice: what ``min_relay`` and ``min_split`` count in."""
 
     @property
     def regret_fixed_s(self) -> float:
@@ -112,20 +115,22 @@ def choose(
     """
     groups = block_groups(plan, topology) if groups is None else groups
     search = _Search(plan, topology, profile, bucket_bytes, executor, groups)
-    candidates = {name: search.price(groups.uniform(code)) for code, name in enumerate(ROUTES)}
+    candidates = {name: search.price(groups.uniform(ROUTES.index(name))) for name in groups.candidates}
     fixed = search.price(fixed_route(groups))
     codes, chosen = search.best(candidates)
+    codes = groups.effective(codes)
     used = set(np.unique(codes[groups.has_choice]).tolist())
     relay: Mapping[int, Threshold] = {}
     split: Mapping[int, Threshold] = {}
+    itemsize = _itemsize(groups)
     if thresholds:
-        fanouts = tuple(sorted(set(groups.fanout[groups.has_choice].tolist()))) or possible_fanouts(topology)
+        fanouts = tuple(sorted(set(groups.fanout[groups.has_choice].tolist()) - {1})) or possible_fanouts(topology)
         relay, split = find_thresholds(
-            profile, topology, executor, fanouts=fanouts, bucket_bytes=bucket_bytes, itemsize=_itemsize(groups)
+            profile, topology, executor, fanouts=fanouts, bucket_bytes=bucket_bytes, itemsize=itemsize
         )
     return Choice(
         route=codes,
-        name="direct" if not used else ROUTES[used.pop()] if len(used) == 1 else "mixed",
+        name=ROUTES[DIRECT] if not used else ROUTES[used.pop()] if len(used) == 1 else "mixed",
         classes=tuple(search.row(index, codes) for index in range(len(groups.classes))),
         candidates=candidates,
         chosen=chosen,
@@ -136,6 +141,9 @@ def choose(
         min_relay=relay,
         min_split=split,
         schedules=search.built,
+        executor=executor,
+        bucket_bytes=bucket_bytes,
+        itemsize=itemsize,
     )
 
 
@@ -157,12 +165,12 @@ class _Search:
         self.built = 0
         self._rows = 0
         self._known: dict[bytes, Price] = {}
-        self._alone: dict[int, list[float]] = {}
+        self._alone: dict[int, dict[int, float]] = {}
         self._rates = profile.nic_rates(topology)
 
     def price(self, codes: Codes) -> Price:
-        """Price of a route array; groups without a choice count as direct."""
-        key = np.where(self.groups.has_choice, codes, DIRECT).astype(np.int8).tobytes()
+        """Price of a route array, or of one with which every group travels alike."""
+        key = self.groups.effective(codes).tobytes()
         if key not in self._known:
             self._known[key] = self._build(self.plan, codes)
             self.built += 1
@@ -180,9 +188,9 @@ class _Search:
         constants. One is taken over the one before, and a class is switched, only where the gain exceeds the error of
         what it is a gain on: the whole move's price, the class's own price.
         """
-        direct, error = uniform["direct"], self.pricer.error
+        direct, error = uniform[ROUTES[DIRECT]], self.pricer.error
         codes, price = self.groups.uniform(DIRECT), direct
-        name = min((route for route in uniform if route != "direct"), key=lambda route: uniform[route].total_s)
+        name = min(uniform, key=lambda route: uniform[route].total_s)
         if direct.total_s - uniform[name].total_s > error * direct.total_s:
             codes, price = self.groups.uniform(ROUTES.index(name)), uniform[name]
         for start in (self._each_alone(), fixed_route(self.groups)):
@@ -199,15 +207,19 @@ class _Search:
 
     def _improve(self, codes: Codes, price: Price) -> tuple[Codes, Price]:
         """Switch class by class, largest first: away from direct for a gain beyond the error of the class's price, back
-        to direct where that costs no more than it. Classes too small to tell take the route that is best alone."""
-        codes = self._small_alone(codes)
-        price = self.price(codes)
+        to direct where that costs no more than it. Classes too small to tell take the route that is best alone, unless
+        that slows the move down."""
+        small = self._small_alone(codes)
+        found = self.price(small)
+        if found.total_s <= price.total_s:  # many small classes together may be what matters
+            codes, price = small, found
         limit = self.built + min(SEARCH_SCHEDULES, SEARCH_ROWS // max(self._rows, 1))
         for index in self._choices:
             mine = self.groups.class_index == index
             alone = self.alone(index)
-            margin = self.pricer.error * min(alone)
-            for code in (k for k in range(len(ROUTES)) if alone[k] <= _HOPELESS * min(alone)):
+            fastest = min(alone.values())
+            margin = self.pricer.error * fastest
+            for code in (k for k, seconds in alone.items() if seconds <= _HOPELESS * fastest):
                 if self.built >= limit:
                     return codes, price
                 trial = np.where(mine, np.int8(code), codes)
@@ -226,7 +238,7 @@ class _Search:
     def _best_alone(self, index: int) -> int:
         """Route of a class that moves alone: direct unless another gains more than the error."""
         prices = self.alone(index)
-        best = int(np.argmin(prices))
+        best = min(prices, key=lambda code: prices[code])
         return best if prices[DIRECT] - prices[best] > self.pricer.error * prices[DIRECT] else DIRECT
 
     @cached_property
@@ -238,20 +250,20 @@ class _Search:
         order = sorted(range(len(kinds)), key=lambda index: (-weight[index], index))
         return tuple(index for index in order if kinds[index].has_choice and weight[index] > least)
 
-    def alone(self, index: int) -> list[float]:
-        """Seconds of a block class moved alone, by each route (by direct only where it has no choice)."""
+    def alone(self, index: int) -> dict[int, float]:
+        """Seconds of a block class moved alone, by the code of each route that differs for it, direct first."""
         if index not in self._alone:
             rows = np.flatnonzero(self.groups.class_index == index)
-            codes = range(len(ROUTES)) if self.groups.classes[index].has_choice else (DIRECT,)
+            codes = [ROUTES.index(name) for name in self.groups.classes[index].routes]
             part = self._only(rows)
-            self._alone[index] = [self._build(part, np.full(len(rows), code, np.int8)).total_s for code in codes]
+            self._alone[index] = {code: self._build(part, np.full(len(rows), code, np.int8)).total_s for code in codes}
         return self._alone[index]
 
     def row(self, index: int, codes: Codes) -> ClassRow:
         """The table's row of a block class."""
         kind = self.groups.classes[index]
         rows = np.flatnonzero(self.groups.class_index == index)
-        prices = [*self.alone(index), None, None]
+        travels = int(np.bincount(codes[rows]).argmax())
         bound = lower_bound(self._only(rows), self.topology, self._rates, self.profile.port_rate)
         return ClassRow(
             label=kind.label,
@@ -261,10 +273,8 @@ class _Search:
             elements=kind.elements,
             itemsize=kind.itemsize,
             fanout=kind.fanout,
-            route=ROUTES[int(codes[rows[0]])] if kind.has_choice else None,
-            price_direct_s=float(prices[DIRECT] or 0.0),
-            price_relay_s=prices[1],
-            price_spread_s=prices[2],
+            route=ROUTES[travels] if kind.has_choice else None,
+            prices_s={ROUTES[code]: seconds for code, seconds in self.alone(index).items()},
             bound_s=bound.seconds,
         )
 
@@ -280,7 +290,7 @@ class _Search:
 
 def _itemsize(groups: BlockGroups) -> int:
     """Bytes per element of most of the bytes that have a choice."""
-    size = groups.elements * groups.itemsize * groups.count
+    size = groups.elements * groups.itemsize * groups.count * (groups.has_choice if groups.has_choice.any() else 1)
     sizes = np.unique(groups.itemsize)
     if not len(sizes):
         return 2

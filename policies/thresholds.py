@@ -32,6 +32,7 @@ __all__ = [
     "batch_loads",
     "batch_seconds",
     "find_thresholds",
+    "pair_batch",
     "possible_fanouts",
 ]
 
@@ -206,7 +207,7 @@ def find_thresholds(
     if topology.nodes < 2:
         return relay, split
     for fanout in fanouts:
-        pair, batch = _batch(topology, fanout, bucket_bytes)
+        pair, batch = pair_batch(topology, fanout, bucket_bytes)
         loads = batch_loads(batch, _SIZES.tolist(), executor)
         pricer = Pricer(profile, pair, executor)
         central = batch_seconds(pricer, loads)
@@ -223,8 +224,11 @@ def find_thresholds(
     return relay, split
 
 
-def _batch(topology: Topology, fanout: int, bucket_bytes: int) -> tuple[Topology, Batch]:
-    """Two nodes of the topology on their own (every pair of nodes may be busy alike), and the batch between them."""
+def pair_batch(topology: Topology, fanout: int, bucket_bytes: int) -> tuple[Topology, Batch]:
+    """Two nodes of the topology on their own (every pair of nodes may be busy alike), and the batch between them.
+
+    Raises InputError where no node has ``fanout`` ranks.
+    """
     target = next((n for n in range(topology.nodes - 1, -1, -1) if len(topology.ranks_of(n)) >= fanout), None)
     if target is None or fanout < 2:
         raise InputError(f"no node of this topology has {fanout} destination ranks, or they are fewer than 2")

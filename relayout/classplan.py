@@ -18,7 +18,7 @@ from relaymeter.relayout.geometry import split_boxes, sum_by
 from relaymeter.relayout.holders import mix
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["ClassPlan", "Rows", "group_rows", "label_names"]
+__all__ = ["ClassPlan", "Rows", "group_rows", "label_names", "occurrences"]
 
 IntArray = NDArray[np.int64]
 
@@ -138,7 +138,7 @@ class ClassPlan:
         )
 
 
-def _occurrence(rows: IntArray) -> IntArray:
+def occurrences(rows: IntArray) -> IntArray:
     """How many equal rows (n, c) stand directly before each."""
     fresh = np.ones(len(rows), dtype=bool)
     fresh[1:] = (rows[1:] != rows[:-1]).any(axis=1)
@@ -165,7 +165,7 @@ def group_rows(
     flat = rows.lo @ steps if len(steps) else np.zeros(count, dtype=np.int64)
     word = mix(rows.lo, rows.shape, rows.src_space)
     order = np.lexsort((rows.dst_offset, rows.dst_rank, word, home, rows.src_rank))
-    again = _occurrence(np.column_stack([rows.src_rank, home, word.view(np.int64), rows.dst_rank])[order])
+    again = occurrences(np.column_stack([rows.src_rank, home, word.view(np.int64), rows.dst_rank])[order])
     if again.any():  # a rank that needs a region twice is twice a member, once in each of two groups
         word[order] = mix(word[order].view(np.int64), again)
         order = np.lexsort((rows.dst_rank, word, home, rows.src_rank))

@@ -1,13 +1,15 @@
 """Holders: which rank serves each region that a destination piece needs, where several could.
 
-Preferred in this order: the destination rank itself, its node, the caller's order of layouts. A region that is left
-with several equal holders is cut into bands, one for each, so that all of them (and their NICs) work; a region too
-small for that goes to one of them in turn. The choice looks at nothing but the pieces, so that every rank comes to the
-same one, and ranks of one node that need the same region of another node name the same holder. Pure NumPy.
+Preferred in this order: the destination rank itself, its node, the caller's order of layouts; or as a ``Preference``
+that is handed in says. A region that is left with several equal holders is cut into bands, one for each, so that all of
+them (and their NICs) work; a region too small for that goes to one of them in turn. The choice looks at nothing but the
+pieces, so that every rank comes to the same one, and ranks of one node that need the same region of another node name
+the same holder. Pure NumPy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +19,16 @@ from relaymeter.errors import LayoutError
 from relaymeter.relayout.geometry import boxes_overlap_volume, intersect, split_boxes, subtract_boxes, sum_by
 from relaymeter.relayout.pieces import Pieces
 
-__all__ = ["BAND_MIN_BYTES", "Chosen", "boxes_equal_or_apart", "choose_holders", "missing", "mix"]
+__all__ = [
+    "BAND_MIN_BYTES",
+    "Chosen",
+    "Hits",
+    "Preference",
+    "boxes_equal_or_apart",
+    "choose_holders",
+    "missing",
+    "mix",
+]
 
 IntArray = NDArray[np.int64]
 
@@ -37,6 +48,26 @@ class Chosen:
     shape: IntArray
 
 
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """Who could serve what (n): a row for every holder of every region that a rank needs.
+
+    src, dst: ranks. layout: of the holder, in the caller's order. region: a number, equal for equal boxes whichever
+    rank needs them. bytes: of the region.
+    """
+
+    src: IntArray
+    layout: IntArray
+    dst: IntArray
+    region: IntArray
+    bytes: IntArray
+
+
+#: The level of each hit (n), not negative: of the holders of a region that a rank needs, those of the lowest level
+#: serve it, in even shares. Ranks of one node must come to the same holders of another. Called once for each class.
+Preference = Callable[[Hits], IntArray]
+
+
 def mix(*columns: IntArray) -> NDArray[np.uint64]:
     """One 64-bit hash word per row of integer columns (n) or (n, c): a round of splitmix64 for each column."""
     words = np.full(len(columns[0]), _MIX, dtype=np.uint64)
@@ -50,9 +81,17 @@ def mix(*columns: IntArray) -> NDArray[np.uint64]:
 
 
 def choose_holders(
-    src: Pieces, dst: Pieces, node: IntArray, itemsize: int, where: str, *, evenly_cut: bool = False
+    src: Pieces,
+    dst: Pieces,
+    node: IntArray,
+    itemsize: int,
+    where: str,
+    *,
+    evenly_cut: bool = False,
+    prefer: Preference | None = None,
 ) -> Chosen:
-    """For every destination piece the regions that fill it, each with one holder. ``node`` is the node of each rank.
+    """For every destination piece the regions that fill it, each with one holder. ``node`` is the node of each rank,
+    ``prefer`` replaces the order of preference.
 
     Raises LayoutError, naming ``where`` and the rank, for a piece that the sources do not hold whole; not where
     ``evenly_cut`` says that ``src`` are some of the pieces of a source whose boxes are equal or disjoint.
@@ -68,9 +107,13 @@ def choose_holders(
         if short.any():
             bad = int(short.argmax())
             raise missing(dst, bad, int(distinct[bad]), where)
+    if prefer is not None:
+        area, nbytes = _number_rows(np.column_stack([lo, size]))[0], np.prod(size, axis=1, dtype=np.int64) * itemsize
+        level = prefer(Hits(src.rank[ia], src.layout[ia], dst.rank[ib], area, nbytes))
     if len(first) == len(ia) and not uneven.any():
         return Chosen(ia, ib, lo, size)
-    level = _level(src, dst, ia, ib, node)
+    if prefer is None:
+        level = _level(src, dst, ia, ib, node)
     even = ~uneven[ib]
     best = np.full(len(first), np.iinfo(np.int64).max)
     np.minimum.at(best, region, level)
@@ -217,9 +260,8 @@ def _share(
     rows = np.column_stack([ib, lo, size])
     head = np.flatnonzero(np.concatenate([[True], (rows[1:] != rows[:-1]).any(axis=1)])) if len(rows) else ib
     holders = np.diff(np.append(head, len(rows)))
-    levels = int(src.layout.max(initial=0)) + 1
-    far = level[head] // levels == 2
     there = dst.rank[ib[head]]
+    far = node[src.rank[ia[head]]] != node[there]
     caller = np.where(far, node[there], there)  # ranks of a node name the same far holder, near ones take turns
     start = ((mix(lo[head], size[head]) >> np.uint64(33)).astype(np.int64) + caller) % np.maximum(holders, 1)
     volume = np.prod(size[head], axis=1, dtype=np.int64) * itemsize

@@ -23,12 +23,14 @@ _SORT_FROM = 16
 
 @dataclass(frozen=True)
 class HubRequest:
-    """``groups`` equal groups of unit ``unit``, of ``bytes`` each, relayed to ``members`` (the possible hubs)."""
+    """``groups`` equal groups of unit ``unit``, of ``bytes`` each, sent to one of ``members`` (the possible hubs),
+    where they arrive ``delay`` rounds after the first of their bucket."""
 
     unit: int
     groups: int
     members: tuple[int, ...]
     bytes: int
+    delay: int = 0
 
 
 def assign_hubs(
@@ -36,9 +38,10 @@ def assign_hubs(
 ) -> list[NDArray[np.int16]]:
     """Hub slots (index into ``members``) of each request, an array (tensors of its unit, groups).
 
-    ``buckets[unit]`` (u) is the bucket of each tensor of the unit; ``start`` (buckets, world) the bytes that each rank
-    receives from other nodes anyway. Within a bucket the largest blocks are placed first, each on the NIC with the
-    least bytes so far (ties: the rank with the least, then the one with the least over the whole move).
+    ``buckets[unit]`` (u) is the bucket of each tensor of the unit, whose first round has the same number; ``start``
+    (rounds, world) the bytes that each rank receives from other nodes anyway. Within a round the largest blocks are
+    placed first, each on the NIC with the least bytes so far (ties: the rank with the least, then the one with the
+    least over the whole move).
     """
     nic = topology.nic_array
     total: NDArray[np.float64] = np.zeros(topology.world_size)
@@ -46,15 +49,16 @@ def assign_hubs(
     runs: list[tuple[int, int, int, IntArray]] = []
     for number, request in enumerate(requests):
         for bucket in np.unique(buckets[request.unit]).tolist():
-            runs.append((bucket, -request.bytes, number, np.flatnonzero(buckets[request.unit] == bucket)))
+            places = np.flatnonzero(buckets[request.unit] == bucket)
+            runs.append((bucket + request.delay, -request.bytes, number, places))
     runs.sort(key=lambda run: run[:3])
     current = -1
     rank_load: NDArray[np.float64] = total
     nic_load: NDArray[np.float64] = total
-    for bucket, _, number, places in runs:
-        if bucket != current:
-            current = bucket
-            rank_load = start[bucket].copy()
+    for arrives, _, number, places in runs:
+        if arrives != current:
+            current = arrives
+            rank_load = start[arrives].copy()
             nic_load = np.bincount(nic, weights=rank_load, minlength=int(nic.max()) + 1).astype(np.float64)
         request = requests[number]
         count = len(places) * request.groups
@@ -87,11 +91,14 @@ def _place(
         levels = (level[:, None] + steps[None, :]).reshape(-1)
         slot = np.repeat(np.arange(len(members)), count)
         return slot[np.lexsort((by_total[slot], levels))[:count]]
-    chosen = np.zeros(count, dtype=np.int64)
-    for item in range(count):
-        slot_of = int(np.lexsort((by_total, by_rank, by_nic))[0])
-        chosen[item] = slot_of
-        by_nic[ports == ports[slot_of]] += request.bytes
-        by_rank[slot_of] += request.bytes
-        by_total[slot_of] += request.bytes
-    return chosen
+    alike = [np.flatnonzero(ports == port).tolist() for port in ports.tolist()]
+    loads = list(map(list, zip(by_nic.tolist(), by_rank.tolist(), by_total.tolist(), strict=True)))
+    chosen = []
+    for _ in range(count):  # over a few members lists are faster than arrays
+        slot_of = loads.index(min(loads))
+        chosen.append(slot_of)
+        for other in alike[slot_of]:
+            loads[other][0] += request.bytes
+        loads[slot_of][1] += request.bytes
+        loads[slot_of][2] += request.bytes
+    return np.asarray(chosen, dtype=np.int64)

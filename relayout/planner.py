@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from relaymeter.errors import InputError, LayoutError
 from relaymeter.relayout.classplan import ClassPlan, Rows, group_rows, label_names
 from relaymeter.relayout.geometry import row_major_strides
-from relaymeter.relayout.holders import Chosen, choose_holders
+from relaymeter.relayout.holders import Chosen, Preference, choose_holders
 from relaymeter.relayout.layout import ITEMSIZE, IntArray, Layout, Placement, TensorSpec, refuse_cast
 from relaymeter.relayout.own import estimate_load, own_choice
 from relaymeter.relayout.pieces import Pieces, flatten, merge, split_at_neighbours
@@ -147,11 +147,17 @@ def plan_move(
 
 
 def plan_rows(
-    spec: TensorSpec, sources: tuple[Placement, ...], destination: Placement, topology: Topology
+    spec: TensorSpec,
+    sources: tuple[Placement, ...],
+    destination: Placement,
+    topology: Topology,
+    *,
+    prefer: Preference | None = None,
 ) -> tuple[Rows, str]:
-    """Plan one class by intersecting the pieces. Raises LayoutError where a rank needs what no source holds."""
+    """Plan one class by intersecting the pieces. ``prefer`` replaces the order in which holders are preferred. Raises
+    LayoutError where a rank needs what no source holds."""
     src, dst = _prepare(spec, sources, destination, topology)
-    chosen = choose_holders(src, dst, topology.node_array, spec.itemsize, f"tensor {spec.name}")
+    chosen = choose_holders(src, dst, topology.node_array, spec.itemsize, f"tensor {spec.name}", prefer=prefer)
     return _rows(src, dst, chosen), ""
 
 

@@ -1,30 +1,84 @@
-"""Routes: direct, relay and spread as stages of segments, and the groups of blocks among which they are chosen.
+"""Routes: the ways to send blocks, by name and code, and the groups of blocks among which they are chosen.
 
-A group is what one holder sends to the same ``fanout`` destination ranks of one node. Each route turns a group into
-transfers of stage one and two: *direct* sends it to each rank; *relay* sends it once, to a hub among them, which copies
-it to the others; *spread* gives each of them a band and has them exchange the bands. A further route is one more
-function in ``_ROUTE_TRANSFERS``; its price follows from its transfers. Pure NumPy.
+A group is what one holder sends to the same ``fanout`` destination ranks of one node. Each route is one file with its
+stages (``route_direct.py``, ``route_relay.py``, ``route_spread.py``, ``route_chain.py``), entered in ``_ROUTES`` below;
+nothing else knows how many routes or stages there are, and prices follow from the transfers. Pure NumPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relaymeter.relayout.geometry import merge_dims, split_boxes
+from relaymeter.errors import InputError
 from relaymeter.relayout.planner import ClassPlan, MovePlan
-from relaymeter.relayout.segments import FROM_DESTINATION
+from relaymeter.relayout.route_chain import Chain
+from relaymeter.relayout.route_direct import Direct
+from relaymeter.relayout.route_relay import Relay
+from relaymeter.relayout.route_spread import Spread
 from relaymeter.relayout.topology import Topology
+from relaymeter.relayout.transfers import Route, TransferBuilder, Transfers
 
-__all__ = ["DIRECT", "RELAY", "ROUTES", "SPREAD", "BlockClass", "BlockGroups", "Transfers", "block_groups", "transfers"]
+__all__ = [
+    "CHAIN",
+    "DIRECT",
+    "RELAY",
+    "ROUTES",
+    "SPREAD",
+    "BlockClass",
+    "BlockGroups",
+    "block_groups",
+    "effective_codes",
+    "route_of",
+    "transfers",
+]
 
 IntArray = NDArray[np.int64]
+Codes = NDArray[np.int8]
 
-ROUTES = ("direct", "relay", "spread")
-DIRECT, RELAY, SPREAD = range(3)
+#: By code. A route stands after the one that it falls back to.
+_ROUTES: tuple[Route, ...] = (Direct(), Relay(), Spread(), Chain())
+
+#: Names of the routes; a route's code is its place here.
+ROUTES = tuple(route.name for route in _ROUTES)
+DIRECT, RELAY, SPREAD, CHAIN = range(len(_ROUTES))
+
+
+def route_of(code: int) -> Route:
+    """The route of a code."""
+    return _ROUTES[code]
+
+
+def effective_codes(plan: MovePlan, topology: Topology, codes: Codes) -> Codes:
+    """How the groups really travel that ``codes`` (g, in the order of ``block_groups``) ask for: a route that has
+    nothing of its own to offer a group gives way to its ``otherwise``.
+
+    What a chain can do hangs on which other groups take it. Raises InputError on an array of the wrong length, an
+    unknown code, and a route that needs the rows of all ranks where the plan has those of one.
+    """
+    count = int(plan.group_start[-1])
+    if len(codes) != count or bool(((codes < 0) | (codes >= len(ROUTES))).any()):
+        raise InputError(f"a route array of {count} codes from 0 to {len(ROUTES) - 1} is needed")
+    asked = [_ROUTES[code] for code in np.unique(codes).tolist()]
+    for route in asked if plan.rank is not None else ():
+        if route.whole_plan:
+            raise InputError(
+                f"route {route.name} hangs on what the other nodes want, and this plan holds the rows of rank "
+                f"{plan.rank} only: plan without rank=, or take another route"
+            )
+    found = codes.astype(np.int8)
+    node = topology.node_array
+    for index, one in enumerate(plan.classes):
+        part = found[int(plan.group_start[index]) : int(plan.group_start[index + 1])]  # a view
+        crosses = node[one.group_src] != one.group_node
+        for code in range(len(_ROUTES) - 1, -1, -1):
+            mine = part == code
+            if mine.any():
+                route = _ROUTES[code]
+                part[mine & ~route.applies(one, crosses, mine)] = ROUTES.index(route.otherwise)
+    return found
 
 
 @dataclass(frozen=True)
@@ -32,6 +86,7 @@ class BlockClass:
     """Blocks among which the choice is one: those of one plan class with equal elements and fanout.
 
     ``groups`` and ``bytes`` count all tensors of the class; ``bytes`` is what travels when each block is sent once.
+    ``routes`` names the ways that differ for them, direct first; every other route gives way to one of these.
     """
 
     label: str
@@ -41,7 +96,11 @@ class BlockClass:
     tensors: int
     groups: int
     bytes: int
-    has_choice: bool
+    routes: tuple[str, ...]
+
+    @property
+    def has_choice(self) -> bool:
+        return len(self.routes) > 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +108,8 @@ class BlockGroups:
     """One row per group of one plan class; it stands for ``count`` groups, one in each tensor of the class.
 
     Columns (g): plan_class, src, node (of the destinations), elements (of the region), itemsize, fanout, segments,
-    count, crosses (the holder is on another node), class_index into ``classes``. Only a group that crosses and has
-    fanout >= 2 has a choice of route.
+    count, crosses (the holder is on another node), class_index into ``classes``. ``offers`` (routes, g): whether a
+    route, taken by all groups, carries this one in a way of its own; only groups that cross have any choice.
     """
 
     plan_class: IntArray
@@ -63,20 +122,38 @@ class BlockGroups:
     count: IntArray
     crosses: NDArray[np.bool_]
     class_index: IntArray
+    offers: NDArray[np.bool_]
     classes: tuple[BlockClass, ...]
+    plan: MovePlan
+    topology: Topology
 
     def __len__(self) -> int:
         return len(self.src)
 
     @property
     def has_choice(self) -> NDArray[np.bool_]:
-        return self.crosses & (self.fanout >= 2)
+        """Which groups (g) another route than direct carries otherwise."""
+        found: NDArray[np.bool_] = np.asarray(self.offers[DIRECT + 1 :].any(axis=0))
+        return found
 
-    def uniform(self, code: int) -> NDArray[np.int8]:
-        """The route array that sends every group by ``code`` (those without a choice go direct whatever it says)."""
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The routes worth comparing: those that go direct or, where they offer no group anything, would; a route that
+        would only repeat another one (a chain without a second node that wants the same) is left out."""
+        basic = ROUTES[DIRECT]
+        return tuple(
+            route.name for code, route in enumerate(_ROUTES) if route.otherwise == basic or self.offers[code].any()
+        )
+
+    def uniform(self, code: int) -> Codes:
+        """The route array that sends every group by ``code`` (see ``effective`` for those it has nothing to offer)."""
         return np.full(len(self), code, dtype=np.int8)
 
-    def by_threshold(self, min_relay: int | None, min_split: int | None) -> NDArray[np.int8]:
+    def effective(self, codes: Codes) -> Codes:
+        """How the groups really travel that ``codes`` (g) ask for, see ``effective_codes``."""
+        return effective_codes(self.plan, self.topology, codes)
+
+    def by_threshold(self, min_relay: int | None, min_split: int | None) -> Codes:
         """The route array of two thresholds in elements of a block; None means never. Spread outranks relay."""
         route = self.uniform(DIRECT)
         if min_relay is not None:
@@ -97,11 +174,12 @@ def block_groups(plan: MovePlan, topology: Topology) -> BlockGroups:
     merged = [np.concatenate([p[k] for p in parts] or [np.zeros(0, np.int64)]) for k in range(8)]
     plan_class, src, home, elements, itemsize, fanout, segments, count = merged
     crosses = node[src] != home
-    key = np.column_stack([plan_class, elements, fanout, crosses])
+    offers = _offers(plan, topology, len(src))
+    key = np.column_stack([plan_class, elements, fanout, crosses, offers.T])
     unique, class_index = np.unique(key, axis=0, return_inverse=True)
     class_index = class_index.reshape(-1)
     classes = []
-    for row, (which, size, ranks, far) in enumerate(unique.tolist()):
+    for row, (which, size, ranks, _, *own) in enumerate(unique.tolist()):
         found = plan.classes[which]
         groups = int((class_index == row).sum()) * len(found.tensors)
         classes.append(
@@ -113,123 +191,27 @@ def block_groups(plan: MovePlan, topology: Topology) -> BlockGroups:
                 tensors=len(found.tensors),
                 groups=groups,
                 bytes=groups * size * found.itemsize,
-                has_choice=bool(far) and ranks >= 2,
+                routes=tuple(name for name, offered in zip(ROUTES, own, strict=True) if offered),
             )
         )
     return BlockGroups(
-        plan_class, src, home, elements, itemsize, fanout, segments, count, crosses, class_index, tuple(classes)
-    )
+        plan_class, src, home, elements, itemsize, fanout, segments, count, crosses, class_index, offers,
+        tuple(classes), plan, topology,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Transfers:
-    """Segments of one route for all groups of a plan class, before tensor and round are known.
-
-    Columns (n): group (row in the class plan), hub (the member slot that must be the group's hub for the row to happen,
-    -1 always), stage, and the segment columns of SegmentTable with merged dims (n, k).
-    """
-
-    group: IntArray
-    hub: IntArray
-    stage: IntArray
-    src_rank: IntArray
-    dst_rank: IntArray
-    src_space: IntArray
-    src_offset: IntArray
-    dst_offset: IntArray
-    shape: IntArray
-    src_stride: IntArray
-    dst_stride: IntArray
-
-    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Transfers:
-        return Transfers(*(getattr(self, column.name)[rows] for column in fields(self)))
+def _offers(plan: MovePlan, topology: Topology, groups: int) -> NDArray[np.bool_]:
+    """``BlockGroups.offers``. A plan of one rank's own rows has no routes that hang on other nodes."""
+    found = np.zeros((len(_ROUTES), groups), dtype=np.bool_)
+    for code, route in enumerate(_ROUTES):
+        if plan.rank is None or not route.whole_plan:
+            found[code] = effective_codes(plan, topology, np.full(groups, code, dtype=np.int8)) == code
+    return found
 
 
-class _Builder:
-    """Collects rows of raw dims and merges the dims once at the end."""
-
-    def __init__(self, plan: ClassPlan) -> None:
-        self.plan = plan
-        self.rows: list[list[NDArray[np.int64]]] = []
-
-    def add(
-        self, group: IntArray, hub: int, stage: int, src: IntArray | None, dst: IntArray, band: tuple[int, int]
-    ) -> None:
-        """Rows that read the source storage (``src`` None) or the destination storage of segment ``src``.
-
-        ``src`` and ``dst`` are segment indices of the same region for two members; ``band`` is (parts, part).
-        """
-        plan = self.plan
-        begin, size = split_boxes(plan.shape[dst], *band)
-        if src is None:
-            rank, offset, stride = plan.src_rank[dst], plan.src_offset[dst], plan.src_stride[dst]
-        else:
-            rank, offset, stride = plan.dst_rank[src], plan.dst_offset[src], plan.dst_stride[src]
-        offset = offset + (begin * stride).sum(axis=1)
-        target = plan.dst_offset[dst] + (begin * plan.dst_stride[dst]).sum(axis=1)
-        ones = np.ones(len(dst), dtype=np.int64)
-        space = plan.src_space[dst] if src is None else ones * FROM_DESTINATION
-        columns = [group, ones * hub, ones * stage, rank, plan.dst_rank[dst], space, offset, target]
-        keep = (size > 0).all(axis=1)
-        self.rows.append([c[keep] for c in [*columns, size, stride, plan.dst_stride[dst]]])
-
-    def build(self) -> Transfers:
-        dims = self.plan.shape.shape[1]
-        if not self.rows:
-            empty, wide = np.zeros(0, dtype=np.int64), np.zeros((0, dims), dtype=np.int64)
-            self.rows.append([empty] * 8 + [wide] * 3)
-        merged = [np.concatenate([row[k] for row in self.rows]) for k in range(11)]
-        group, hub, stage, src_rank, dst_rank, space, src_offset, dst_offset, *raw = merged
-        shape, src_stride, dst_stride = merge_dims(*raw)
-        return Transfers(
-            group, hub, stage, src_rank, dst_rank, space, src_offset, dst_offset, shape, src_stride, dst_stride
-        )
-
-
-def _by_fanout(plan: ClassPlan, fanout: int) -> tuple[IntArray, IntArray]:
-    """For the groups of one fanout: group row per region (s) and segment index per region and member (s, fanout)."""
-    rows = np.flatnonzero(plan.fanout == fanout)
-    each = plan.segments[rows]
-    group = np.repeat(rows, each)
-    inner = np.arange(len(group)) - np.repeat(np.cumsum(each) - each, each)
-    base = plan.start[group] + inner
-    return group, base[:, None] + np.arange(fanout)[None, :] * plan.segments[group][:, None]
-
-
-def _direct(build: _Builder, group: IntArray, index: IntArray) -> None:
-    for slot in range(index.shape[1]):
-        build.add(group, -1, 1, None, index[:, slot], (1, 0))
-
-
-def _relay(build: _Builder, group: IntArray, index: IntArray) -> None:
-    for hub in range(index.shape[1]):
-        build.add(group, hub, 1, None, index[:, hub], (1, 0))
-        for slot in range(index.shape[1]):
-            if slot != hub:
-                build.add(group, hub, 2, index[:, hub], index[:, slot], (1, 0))
-
-
-def _spread(build: _Builder, group: IntArray, index: IntArray) -> None:
-    ranks = index.shape[1]
-    for band in range(ranks):
-        build.add(group, -1, 1, None, index[:, band], (ranks, band))
-        for slot in range(ranks):
-            if slot != band:
-                build.add(group, -1, 2, index[:, band], index[:, slot], (ranks, band))
-
-
-_ROUTE_TRANSFERS: dict[int, Callable[[_Builder, IntArray, IntArray], None]] = {
-    DIRECT: _direct,
-    RELAY: _relay,
-    SPREAD: _spread,
-}
-
-
-def transfers(plan: ClassPlan, code: int, rows: NDArray[np.bool_]) -> Transfers:
-    """Transfers of route ``code`` for the groups where ``rows`` (g) is true."""
-    build = _Builder(plan)
-    for fanout in np.unique(plan.fanout[rows]).tolist():
-        group, index = _by_fanout(plan, fanout)
-        keep = rows[group]
-        _ROUTE_TRANSFERS[code](build, group[keep], index[keep])
+def transfers(plan: ClassPlan, code: int, rows: NDArray[np.bool_], turn: int = 0) -> Transfers:
+    """Transfers of route ``code`` for the groups where ``rows`` (g) is true, in its variant ``turn``."""
+    build = TransferBuilder(plan)
+    if rows.any():
+        _ROUTES[code].add(build, rows, turn)
     return build.build()

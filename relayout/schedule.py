@@ -1,12 +1,14 @@
 """Schedule: which segment travels in which round. Frozen data; what executors run and what prices are made of.
 
 ``build_schedule(plan, topology, route, bucket_bytes)`` cuts the tensors into buckets, picks balanced hubs, and lets
-stage one of bucket b travel in round b together with stage two of bucket b - 1. Pure NumPy; the same on every rank.
+stage k of bucket b travel in round b + k - 1, together with the stages before it of the buckets after. How many stages
+there are is the routes' own affair. Pure NumPy; the same on every rank.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaymeter.errors import InputError
+from relaymeter.relayout.classplan import occurrences
 from relaymeter.relayout.hubs import HubRequest, assign_hubs
 from relaymeter.relayout.layout import TensorSpec
 from relaymeter.relayout.planner import ClassPlan, MovePlan
-from relaymeter.relayout.routes import DIRECT, RELAY, ROUTES, Transfers, transfers
+from relaymeter.relayout.routes import ROUTES, effective_codes, route_of, transfers
 from relaymeter.relayout.segments import DIRECT_MIN_BYTES, FROM_DESTINATION, PART_ALIGN, RoundLoads, SegmentTable
 from relaymeter.relayout.topology import Topology
+from relaymeter.relayout.transfers import Transfers
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Schedule", "build_schedule"]
 
@@ -33,14 +37,20 @@ _OPEN_BUCKETS = 8
 _BAND_SHARES = (512, 64, 8, 1)
 _VERSION = "relaymeter-schedule-2"
 _EXECUTORS = ("send-recv", "all-to-all")
+#: Most stages of the routes that a rank may plan from its own rows.
+_OWN_STAGES = 2
 
 
 @dataclass(frozen=True, eq=False)
 class _Unit:
-    """One band of a plan class: the same transfers for ``tensor`` (u) in ``bucket`` (u), with ``hub`` slots (u, g)."""
+    """One band of a plan class: the same transfers for ``tensor`` (u) in ``bucket`` (u), with ``hub`` slots (u, g).
+
+    ``turn``: which variant of their routes these tensors take.
+    """
 
     plan: ClassPlan
     route: NDArray[np.int8]
+    turn: int
     tensor: IntArray
     bucket: IntArray
     hub: NDArray[np.int16]
@@ -48,20 +58,31 @@ class _Unit:
     @cached_property
     def tables(self) -> tuple[Transfers, ...]:
         """Transfers of the routes that this unit uses, in order of route code."""
-        return tuple(transfers(self.plan, code, self.route == code) for code in np.unique(self.route).tolist())
+        return tuple(transfers(self.plan, code, self.route == code, self.turn) for code in self.codes)
+
+    @cached_property
+    def codes(self) -> tuple[int, ...]:
+        """The routes that this unit uses, ascending."""
+        return tuple(np.unique(self.route).tolist())
+
+    @property
+    def stages(self) -> int:
+        """Rounds that a bucket of this unit takes."""
+        return max((route_of(c).stages(self.plan, self.route == c, self.turn) for c in self.codes), default=1)
 
     def active(self, table: Transfers) -> NDArray[np.bool_]:
         """Which rows happen for which tensor (u, n)."""
-        always = np.broadcast_to(table.hub < 0, (len(self.tensor), len(table.hub)))
-        if not (table.hub >= 0).any():
-            return always
-        chosen: NDArray[np.bool_] = always | (self.hub[:, table.group] == table.hub)
-        return chosen
+        found: NDArray[np.bool_] = np.broadcast_to(True, (len(self.tensor), len(table.hub)))
+        for group, hub in ((table.group, table.hub), (table.prior_group, table.prior_hub)):
+            if (hub >= 0).any():
+                found = found & ((hub < 0) | (self.hub[:, group] == hub))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A move cut into rounds: ``rounds`` exchanges, one more than ``buckets`` where any block has two stages."""
+    """A move cut into rounds: ``rounds`` exchanges, as many as ``buckets``, plus the stages that any block has beyond
+    the first."""
 
     plan: MovePlan
     topology: Topology
@@ -271,38 +292,54 @@ def build_schedule(
     ``bucket_bytes`` bounds what a bucket sends from or brings to any one rank when direct; a tensor larger than that is
     cut into bands. Raises InputError on a route array of the wrong length or an unknown code. Pure.
     """
-    if len(route) != int(plan.group_start[-1]) or bool(((route < 0) | (route >= len(ROUTES))).any()):
-        raise InputError(f"a route array of {int(plan.group_start[-1])} codes from 0 to {len(ROUTES) - 1} is needed")
+    effective = effective_codes(plan, topology, route)
     if not isinstance(bucket_bytes, int | np.integer) or bucket_bytes < 1:
         raise InputError(f"bucket of {bucket_bytes} bytes: give a whole number, at least 1")
-    node = topology.node_array
     bands: list[list[ClassPlan]] = []
     loads: list[list[NDArray[np.float64]]] = []
     codes: list[NDArray[np.int8]] = []
     class_of = np.zeros(len(plan.tensors), dtype=np.int64)
     for index, found in enumerate(plan.classes):
         class_of[found.tensors] = index
-        mine = route[int(plan.group_start[index]) : int(plan.group_start[index + 1])]
-        choice = (node[found.group_src] != found.group_node) & (found.fanout >= 2)
-        codes.append(np.where(choice, mine, DIRECT).astype(np.int8))
+        codes.append(effective[int(plan.group_start[index]) : int(plan.group_start[index + 1])])
         cut, load = _cut_to_fit(found, topology, bucket_bytes)
         bands.append(cut)
         loads.append(load)
     members, buckets = _fill_buckets(class_of, loads, bucket_bytes, 2 * topology.world_size)
-    units = []
+    units: list[_Unit] = []
+    turned = np.zeros(buckets, dtype=np.int64)
     for index in range(len(plan.classes)):
         for part, band in enumerate(bands[index]):
             tensor, bucket = members[index, part]
-            code = codes[index][band.group]
-            hub = np.zeros((len(tensor), len(band.group)), dtype=np.int16)
-            units.append(_Unit(band, code, tensor, bucket, hub))
-    _balance_hubs(units, topology, buckets, plan.rank is not None)
-    # of its own rows alone a rank cannot tell whether others relay: a second stage is allowed for
-    two_stages = plan.rank is not None or any(bool((unit.route != DIRECT).any()) for unit in units)
+            units += _units(band, codes[index][band.group], tensor, bucket, turned)
+    stages = max((unit.stages for unit in units), default=1)
+    if plan.rank is not None:  # of its own rows alone a rank cannot tell whether others relay
+        stages = max(stages, _OWN_STAGES)
+    _balance_hubs(units, topology, buckets + stages - 1, plan.rank is not None)
     digest = hashlib.sha256(repr((_VERSION, bucket_bytes, topology.node, topology.nic)).encode() + plan.input_hash)
     for code in codes if plan.rank is None else []:  # of its own rows alone a rank sees other groups than the next
         digest.update(code.tobytes())
-    return Schedule(plan, topology, bucket_bytes, buckets, buckets + int(two_stages), tuple(units), digest.digest())
+    return Schedule(plan, topology, bucket_bytes, buckets, buckets + stages - 1, tuple(units), digest.digest())
+
+
+def _units(
+    band: ClassPlan, route: NDArray[np.int8], tensor: IntArray, bucket: IntArray, turned: IntArray
+) -> Iterator[_Unit]:
+    """A unit for each variant of the routes of a band, which the tensors of one bucket take in turn.
+
+    Each bucket begins anew, so that stages of different buckets that share a round do not meet on one node.
+    ``turned`` (buckets): bands so far that took turns; those of this one are added.
+    """
+    turns = max((route_of(c).turns(band, route == c) for c in np.unique(route).tolist()), default=1)
+    turn_of = np.zeros(len(tensor), dtype=np.int64)
+    if turns > 1:
+        turn_of = (turned[bucket] + occurrences(bucket[:, None])) % turns
+        turned += np.bincount(bucket, minlength=len(turned))
+    for turn in range(turns):
+        mine = np.flatnonzero(turn_of == turn)
+        if len(mine):
+            hub = np.zeros((len(mine), len(band.group)), dtype=np.int16)
+            yield _Unit(band, route, turn, tensor[mine], bucket[mine], hub)
 
 
 def _rank_loads(plan: ClassPlan, topology: Topology) -> NDArray[np.float64]:
@@ -363,38 +400,45 @@ def _fill_buckets(
     return arrays, len(filled)
 
 
-def _balance_hubs(units: list[_Unit], topology: Topology, buckets: int, own: bool) -> None:
-    """Choose the hub of every relayed group so that each bucket's bytes are balanced over the NICs of the node.
+def _balance_hubs(units: list[_Unit], topology: Topology, rounds: int, own: bool) -> None:
+    """Choose the hub of every group that has one so that the bytes that each round brings are balanced over the NICs
+    of the node.
 
     Where a rank planned its ``own`` rows only, the members of a group are hub in turn instead, by tensor and holder.
     """
-    relayed = [unit for unit in units if (unit.route == RELAY).any()]
-    if not relayed:
+    through = [unit for unit in units if any(route_of(code).hubs for code in unit.codes)]
+    if not through:
         return
     if own:
-        for unit in relayed:
+        for unit in through:
             unit.hub[:] = (unit.tensor[:, None] + unit.plan.group_src[None, :]) % unit.plan.fanout[None, :]
         return
     world, node = topology.world_size, topology.node_array
-    start = np.zeros((buckets, world))
+    start = np.zeros((rounds, world))
+    requests: list[HubRequest] = []
+    rows: list[IntArray] = []
     for unit in units:
-        for code, table in zip(np.unique(unit.route).tolist(), unit.tables, strict=True):
-            if code == RELAY:
+        for code, table in zip(unit.codes, unit.tables, strict=True):
+            if route_of(code).hubs:
                 continue
             far = (table.stage == 1) & (node[table.src_rank] != node[table.dst_rank])
             size = np.prod(table.shape[far], axis=1, dtype=np.int64) * float(unit.plan.itemsize)
             per_rank = np.bincount(table.dst_rank[far], weights=size, minlength=world)
             np.add.at(start, unit.bucket, per_rank[None, :])
-    requests: list[HubRequest] = []
-    rows: list[IntArray] = []
-    for number, unit in enumerate(relayed):
-        alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        for row in np.flatnonzero(unit.route == RELAY).tolist():
-            key = (tuple(unit.plan.members(row).tolist()), int(unit.plan.elements[row]) * unit.plan.itemsize)
-            alike.setdefault(key, []).append(row)
-        for (members, size), found in alike.items():
-            requests.append(HubRequest(unit=number, groups=len(found), members=members, bytes=size))
+    for number, unit in enumerate(through):
+        alike: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
+        for code in unit.codes:
+            route = route_of(code)
+            if not route.hubs:
+                continue
+            arrives = route.arrives(unit.plan, unit.route == code, unit.turn)
+            for row in np.flatnonzero(unit.route == code).tolist():
+                size_of = int(unit.plan.elements[row]) * unit.plan.itemsize
+                key = (tuple(unit.plan.members(row).tolist()), size_of, int(arrives[row]) - 1)
+                alike.setdefault(key, []).append(row)
+        for (members, nbytes, delay), found in alike.items():
+            requests.append(HubRequest(unit=number, groups=len(found), members=members, bytes=nbytes, delay=delay))
             rows.append(np.asarray(found, dtype=np.int64))
-    slots = assign_hubs(requests, [unit.bucket for unit in relayed], start, topology)
+    slots = assign_hubs(requests, [unit.bucket for unit in through], start, topology)
     for request, found_rows, chosen in zip(requests, rows, slots, strict=True):
-        relayed[request.unit].hub[:, found_rows] = chosen
+        through[request.unit].hub[:, found_rows] = chosen

@@ -24,7 +24,8 @@ __all__ = [
 
 IntArray = NDArray[np.int64]
 
-#: ``src_space``: the segment reads the first source layout's storage, or (stage two) the destination's own on a hub.
+#: ``src_space``: the segment reads the first source layout's storage, or (from stage 2 on) the destination's own on a
+#: rank that got it in an earlier stage.
 #: Further source layouts of a move follow, see ``source_space``.
 FROM_SOURCE = 0
 FROM_DESTINATION = 1
@@ -51,9 +52,10 @@ def _one_run(shape: IntArray, stride: IntArray) -> NDArray[np.bool_]:
 class SegmentTable:
     """``n`` segments of at most ``k`` dims. Every column is int64; offsets and strides count elements.
 
-    tensor (n): index into the schedule's tensors. round (n): the exchange in which the segment travels. stage (n): 1
-    or 2. src_rank, dst_rank (n): equal for a copy inside a rank, which never enters a message. src_space (n):
-    FROM_SOURCE, FROM_DESTINATION or a further ``source_space``; the target is always the destination's storage.
+    tensor (n): index into the schedule's tensors. round (n): the exchange in which the segment travels. stage (n): of
+    its route, from 1 on. src_rank, dst_rank (n): equal for a copy inside a rank, which never enters a message.
+    src_space (n): FROM_SOURCE, FROM_DESTINATION or a further ``source_space``; the target is always the destination's
+    storage.
     src_offset, dst_offset (n): first element in the (rank, tensor) storage. shape, src_stride, dst_stride (n, k):
     outermost dim first, unused leading dims have shape 1 and stride 0. Neighbouring dims that are contiguous on both
     sides are merged, so a segment is contiguous on a side exactly when its last dim holds everything and has stride 1

@@ -139,10 +139,10 @@ class TrainingStateMove:
 
         ``group``: the ranks that take part, by default the world; all that hold one of the engines have to be among
         them. ``topology``: of the group's ranks, by default one node. ``planner``: ``classes`` or ``affine``;
-        ``route``: ``direct``, ``relay`` or ``spread``; ``executor``: by default that of the backend. Raises on every
-        rank of the group, before anything moves: InputError where an engine's state cannot be read (offloaded, inside
-        an accumulation window), or the two do not train the same model by the same optimizer; PlanDisagreement where
-        the ranks of an engine differ.
+        ``route``: one of ``routes.ROUTES``; ``executor``: by default that of the backend. Raises on every rank of the
+        group, before anything moves: InputError where an engine's state cannot be read (offloaded, inside an
+        accumulation window), or the two do not train the same model by the same optimizer; PlanDisagreement where the
+        ranks of an engine differ.
         """
         self._group, self._rank = group, dist.get_rank(group)
         if self._rank < 0:

@@ -22,21 +22,23 @@ RANKS = {"--nodes", "--ranks-per-node", "--nic", "--nic-per", "--time-limit"}
 OUTPUT = {"--json", "--force"}
 PRICING = {"--scenario", "--move", "--bucket-bytes"}
 SURFACE = {
-    "calibrate": {"--out", "--executor", "--quick", "--budget"} | RANKS | OUTPUT,
-    "choose": {"--profile", "--executor", "--allow-mismatch", "--out", "--format"} | PRICING | OUTPUT,
+    "calibrate": {"--out", "--check", "--simulate", "--allow-mismatch", "--executor", "--quick", "--budget"}
+    | RANKS | OUTPUT,
+    "choose": {"--profile", "--simulate", "--executor", "--allow-mismatch", "--out", "--format"} | PRICING | OUTPUT,
     "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
     "run": {
         "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",
-        "--move-limit", "--allow-mismatch", "--plot", "--results",
+        "--move-limit", "--allow-mismatch", "--plot", "--results", "--simulate",
     } | PRICING | RANKS | OUTPUT,
     "soak": {"--seconds", "--bytes", "--message", "--executor"} | RANKS | OUTPUT,
+    "validate": {"--profile", "--simulate", "--quick", "--results"} | RANKS | OUTPUT,
 }  # fmt: skip
 PLAN = ["plan", "--scenario", "smoke", "--topology", "2x2"]
 CHOOSE = ["choose", "--scenario", "smoke", "--profile"]
 OLD_MOVE = [
     "run", "--scenario", "transitions", "--nodes", "2", "--ranks-per-node", "4", "--max-extra", "2MiB", "--move",
 ]  # fmt: skip
-HIDDEN = {"run": {"--fault"}, "soak": {"--fault"}}
+HIDDEN = {"run": {"--fault"}, "soak": {"--fault"}, "validate": {"--fault"}}
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
@@ -137,6 +139,31 @@ BAD = {
     "bad rate": (["calibrate", "--out", "p.json", "--nic", "fast"], "'fast' is not a network rate"),
     "bad count": (["calibrate", "--out", "p.json", "--nodes", "0"], "'0' is not a whole number of at least 1"),
     "bad bucket": ([*PLAN, "--bucket-bytes", "8x"], "'8x' is not a size"),
+    "nothing to calibrate": (["calibrate"], "one of the arguments --out --check is required"),
+    "a check that writes a profile": (
+        ["calibrate", "--check", "p.json", "--out", "q.json"], "argument --out: not allowed with argument --check",
+    ),
+    "a quick check": (["calibrate", "--check", "none.json", "--quick"], "--quick does not apply to --check"),
+    "a budget of a check": (["calibrate", "--check", "p.json", "--budget", "3"], "--budget does not apply to --check"),
+    "a check of nothing": (["calibrate", "--check", "none.json"], "cannot read profile none.json"),
+    "a check of another machine": (
+        ["calibrate", "--check", "elsewhere.json"], "elsewhere.json was made elsewhere (cpu: profile abacus, here",
+    ),
+    "a check of an edited profile": (
+        ["calibrate", "--check", "edited.json"],
+        "edited.json was edited after it was written, in executors.send-recv.costs.floor_s: calibrate again",
+    ),
+    "a check in another kind of world": (
+        ["calibrate", "--check", "elsewhere.json", "--allow-mismatch"],
+        "elsewhere.json was made in a world that was joined: check it in one",
+    ),
+    "a check by an executor that was not measured": (
+        ["calibrate", "--check", "elsewhere.json", "--allow-mismatch", "--executor", "all-to-all"],
+        "--executor all-to-all: profile elsewhere.json measured send-recv only: leave it out",
+    ),
+    "a mismatch of a profile to be made": (
+        ["calibrate", "--out", "p.json", "--allow-mismatch"], "--allow-mismatch is about a profile that exists",
+    ),
     "no folder": (["calibrate", "--out", "no/p.json"], "folder no does not exist"),
     "more ranks asked than given": (
         ["plan", "--scenario", "qwen3-8b", "--topology", "2x2"],
@@ -260,8 +287,30 @@ BAD = {
         ["plan", "--scenario", "/dev/zero", "--topology", "2x2"],
         "scenario /dev/zero is no regular file",
     ),
+    "validating nothing": (["validate"], "the following arguments are required: --profile"),
+    "validating another machine's profile": (
+        ["validate", "--profile", "elsewhere.json"], "elsewhere.json was made elsewhere (cpu: profile abacus, here",
+    ),
+    "validating real ranks' profile on a simulated cluster": (
+        ["validate", "--profile", "elsewhere.json", "--simulate", "h100-2x8"],
+        "profile elsewhere.json is of real ranks, not of h100-2x8: relaymeter calibrate --simulate h100-2x8 --out",
+    ),
+    "ranks of a simulated cluster": (
+        ["validate", "--profile", "elsewhere.json", "--simulate", "h100-2x8", "--nodes", "2"],
+        "--nodes is about real ranks, and --simulate h100-2x8 starts none: leave it out",
+    ),
     "bad fault": (["run", "--profile", "p", "--scenario", "smoke", "--fault", "melt:1"], "flip:RANK"),
 }  # fmt: skip
+
+
+def test_a_world_of_one_rank_is_a_clear_line_before_any_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate", "--nodes", "1", "--ranks-per-node", "1", "--out", "p.json"]) == 5
+    printed = capsys.readouterr()
+    assert "is a world of one rank, which has no link to measure: start at least two ranks" in printed.err
+    assert len(printed.err.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("case", sorted(BAD))
@@ -272,6 +321,7 @@ def test_bad_input_gives_one_clear_line_and_exit_code_2_and_writes_nothing(
     (tmp_path / "bad.json").write_text('{"a": 1,\n  b}')
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "elsewhere.json").write_text(elsewhere)
+    (tmp_path / "edited.json").write_text(elsewhere.replace('"floor_s": 0.0001', '"floor_s": 0.0002'))
     _write_scenarios(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     arguments, expected = BAD[case]

@@ -70,6 +70,7 @@ def test_wheel_holds_one_top_level_package_and_its_data(built: dict[str, Path]) 
     assert "relaymeter/py.typed" in names
     for scenario in SCENARIOS:
         assert f"relaymeter/harness/scenarios/{scenario}.toml" in names
+    assert "relaymeter/harness/presets/h100-16x8.toml" in names
     for room in ("relayout", "calibration", "policies", "harness"):
         modules = {f"relaymeter/{room}/{path.name}" for path in (ROOT / room).glob("*.py")}
         assert modules <= set(names), f"missing from the wheel: {sorted(modules - set(names))}"

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 #: Version of the rows below. A reader takes older ones too, see ``MoveRecord.from_dict``, and refuses newer ones.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 #: The largest file that is read, in bytes.
 _LARGEST_INPUT = 1 << 30
@@ -67,6 +67,8 @@ class MoveRecord:
     """Fingerprint entries in which the profile differs from this machine (only with ``--allow-mismatch``)."""
     shaped: bool
     """Whether the NICs' rates were held by the kernel (cluster in a box)."""
+    simulated: str | None = None
+    """The simulated cluster whose times these are, of moves that never took place; None: real ranks moved."""
     scenario: str
     move: str
     route: str
@@ -134,7 +136,8 @@ class MoveRecord:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> MoveRecord:
-        """The row that ``to_dict`` wrote, of this version or of version 1, whose rows all moved from the trainer.
+        """The row that ``to_dict`` wrote, of this version, of version 2, whose rows were all of real ranks, or of
+        version 1, whose rows moved from the trainer besides.
 
         Raises InputError for another version and for unknown or missing fields.
         """
@@ -143,10 +146,12 @@ class MoveRecord:
                 f"record of kind {entry['kind']!r} is no move of weights: state_records.read_rows reads it"
             )
         version = entry.get("schema_version")
-        if version not in (1, SCHEMA_VERSION):
+        if version not in (1, 2, SCHEMA_VERSION):
             raise InputError(f"record of schema_version {version!r}: this version reads 1 to {SCHEMA_VERSION}")
         if version == 1:
             entry = _from_version_1(entry)
+        if version != SCHEMA_VERSION:
+            entry = _from_version_2(entry)
         names = {field.name for field in fields(cls)}
         if set(entry) != names:
             raise InputError(
@@ -165,7 +170,14 @@ def _from_version_1(entry: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(f"record does not have the expected fields: {', '.join(newer)} differ")
     added = (("source_bytes", {"trainer": entry.get("bytes_total")}), ("fallback_tensors", 0))
     nothing = (("bytes_in_rank", None), ("max_extra_bytes", None))
-    return {**entry, "schema_version": SCHEMA_VERSION, **dict(added + nothing)}
+    return {**entry, "schema_version": 2, **dict(added + nothing)}
+
+
+def _from_version_2(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of version 2 as one of version 3. Raises InputError where it already has what only version 3 has."""
+    if "simulated" in entry:
+        raise InputError("record does not have the expected fields: simulated differ")
+    return {**entry, "schema_version": SCHEMA_VERSION, "simulated": None}
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from pool import Seat
 
 from relaymeter.calibration import measure
 from relaymeter.calibration.calibrate import run_calibration
 from relaymeter.calibration.cells import Sampling
-from relaymeter.errors import InputError, MoveTimeout, RankLost
+from relaymeter.errors import InputError, MoveTimeout, RankLost, RelaymeterError
+from relaymeter.harness import calibrate_job
 from relaymeter.relayout.topology import Topology
 
 
@@ -88,17 +90,6 @@ def refuse(seat: Seat) -> str:
     return ""
 
 
-def calibrate(seat: Seat, budget_s: float) -> dict[str, Any]:
-    """A whole calibration; returns what the test looks at."""
-    profile = run_calibration(_world(seat), quick=True, budget_s=budget_s)
-    return {
-        "sha256": profile.sha256,
-        "text": profile.to_json() if seat.rank == 0 else "",
-        "executors": list(profile.executors),
-        "connect": dict(profile.connect_s),
-    }
-
-
 def hang(seat: Seat) -> str:
     """Rank 3 stays away from a cell; what the others say."""
     if seat.rank == 3:
@@ -110,3 +101,68 @@ def hang(seat: Seat) -> str:
     except (MoveTimeout, RankLost) as error:
         return type(error).__name__
     return "nothing"
+
+
+def calibrate(seat: Seat) -> dict[str, Any]:
+    """A whole calibration whose first exchange takes 0.7 s, on ranks of which the third has little memory left."""
+    seen: set[bool] = set()
+    run, memory = measure._Exchange.run, psutil.virtual_memory
+
+    def slow_at_first(self: Any) -> None:
+        if self._flat not in seen:
+            seen.add(self._flat)
+            time.sleep(0.7)
+        run(self)
+
+    def little() -> Any:
+        return SimpleNamespace(available=2 * 12 * (seat.world_size << 20), total=memory().total)
+
+    measure._Exchange.run = slow_at_first
+    if seat.rank == 2:
+        psutil.virtual_memory = little
+    try:
+        profile = run_calibration(_world(seat), quick=True, budget_s=2.0)
+    finally:
+        measure._Exchange.run, psutil.virtual_memory = run, memory
+    return {
+        "sha256": profile.sha256,
+        "text": profile.to_json() if seat.rank == 0 else "",
+    }
+
+
+def refused(seat: Seat, how: str) -> list[Any]:
+    """What a calibration ends with where a link delivers zeros, or where a rank has no memory left."""
+    run, memory = measure._Exchange.run, psutil.virtual_memory
+
+    def zeros(self: Any) -> None:
+        run(self)
+        self._from[self._turn - 1][0].zero_()
+
+    if how == "zeros" and seat.rank == 2:
+        measure._Exchange.run = zeros
+    if how == "memory" and seat.rank == 1:
+        psutil.virtual_memory = lambda: SimpleNamespace(available=1 << 20, total=memory().total)
+    try:
+        run_calibration(_world(seat), quick=True, budget_s=1.0)
+    except RelaymeterError as error:
+        return [error.exit_code, str(error)]
+    finally:
+        measure._Exchange.run, psutil.virtual_memory = run, memory
+    return [0, ""]
+
+
+def sleeper(seat: Seat) -> list[Any]:
+    """Rank 3 answers but takes no part in a measurement; what the others end with, and after how many seconds."""
+    calibrate_job._LEAST_S, calibrate_job._SETTLE_S = 3.0, 1.0
+    world = _world(seat)
+    world.store = seat.store
+    began = time.monotonic()
+    try:
+        with calibrate_job._bounded(world, "calibration", 3.0) as poll:
+            if seat.rank == 3:
+                time.sleep(8.0)
+            matrix = np.full((seat.world_size, seat.world_size), 64, dtype=np.int64)
+            measure.RankExchange(world, poll=poll).measure(matrix, "send-recv")
+    except RelaymeterError as error:
+        return [error.exit_code, str(error), list(getattr(error, "ranks", ())), time.monotonic() - began]
+    return [0, "", [], 0.0]

@@ -59,7 +59,7 @@ def main() -> int:
         values = whole_values({n: spec for layout in case.sources for n, spec in layout.specs.items()}, 7)
         held = [{n: t.to(device) for n, t in cut_out(layout, rank, values, 0xA5).items()} for layout in case.sources]
         wanted = cut_out(case.destination, rank, as_arriving(case, values), 0xA5)
-        for nodes in (1, 2):
+        for nodes in sorted({1, 2, world}):
             topology = Topology.grid(nodes, world // nodes)
             plan = plan_move(case.sources, case.destination, topology, cast=case.cast)
             for code, route in enumerate(ROUTES):

@@ -12,10 +12,10 @@ import pytest
 
 from relaymeter.errors import InputError
 from relaymeter.harness.config import Scenario
-from relaymeter.harness.moves import PlannedMove, plan_scenario, select_moves
+from relaymeter.harness.moves import PlannedMove, plan_scenario, route_bytes, select_moves
 from relaymeter.harness.plan_file import PlanFile, RoutedMove, _hash, load_plan, save_plan
 from relaymeter.harness.scenario import load_scenario, source_layout
-from relaymeter.relayout.routes import SPREAD
+from relaymeter.relayout.routes import ROUTES, SPREAD
 from relaymeter.relayout.topology import Topology
 
 BOX = Topology.grid(2, 4)
@@ -124,7 +124,7 @@ def _change(number: int, **changes: Any) -> Any:
     [
         (_change(0, schedules=8), r"plan\.json, moves\[0\]: schedules 8 is no object with hashes by route"),
         (_change(1, chosen=False), r"moves\[1\]: chosen False is no object with lists of route codes"),
-        (_change(1, chosen={"send-recv": [0, 3]}), r"moves\[1\]: chosen .* is no object with lists of route codes"),
+        (_change(1, chosen={"send-recv": [0, 4]}), r"moves\[1\]: chosen .* is no object with lists of route codes"),
         (_change(0, bucket_bytes=True), r"moves\[0\]: bucket_bytes True is no size in bytes"),
         (_change(0, planner=["affine"]), r"moves\[0\]: planner \['affine'\] is no planner"),
         (_change(0, move="else"), r"moves\[0\]: 'else' by classes is no move of its scenario"),
@@ -161,3 +161,27 @@ def test_a_plan_is_not_written_over_another_file(path: Path) -> None:
         save_plan(load_plan(path), path)
     save_plan(load_plan(path), path, force=True)
     assert load_plan(path).scenario == scenario()
+
+
+def test_a_chain_is_written_and_read_back_where_several_nodes_want_the_same(tmp_path: Path) -> None:
+    """Copies on the second half of the nodes: on nodes 2 and 3 of four, on node 1 of two."""
+    short = select_moves(load_scenario("smoke"), ["tp1"])
+    assert "chain" not in plan_scenario(short, Topology.grid(2, 2))[0].uniform()
+    grid = Topology.grid(4, 2)
+    (move,) = plan_scenario(short, grid, 1 << 16)
+    assert list(move.uniform()) == list(ROUTES)
+    codes = move.uniform()["chain"]
+    schedule = move.schedule(codes)[0]
+    assert schedule.rounds == move.schedule(move.uniform()["relay"])[0].rounds + 1
+    assert route_bytes(move.groups, codes) == {**dict.fromkeys(ROUTES, 0), "chain": schedule.bytes_total}
+    bare = RoutedMove.of(move, {})
+    hashes = {**bare.schedules, "chosen send-recv": schedule.input_hash.hex()}
+    made = replace(bare, chosen={"send-recv": codes}, schedules=hashes)
+    save_plan(PlanFile(short, grid, "classes", "auto", (made,), None), tmp_path / "plan.json")
+    found = load_plan(tmp_path / "plan.json")
+    again = found.planned(grid)[0].schedule(found.chosen("tp1", "classes", "send-recv"))[0]  # type: ignore[arg-type]
+    assert again.all_segments.dst_offset.tolist() == schedule.all_segments.dst_offset.tolist()
+    entry = made.to_dict()
+    entry["chosen"]["send-recv"][0] = len(ROUTES)
+    with pytest.raises(InputError, match=r"lists of route codes \(0 to 3\) by executor"):
+        RoutedMove.from_dict(entry)

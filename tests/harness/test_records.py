@@ -59,11 +59,19 @@ def test_rows_without_a_profile_have_neither_prices_nor_a_bound() -> None:
 
 def test_rows_of_version_1_are_read_as_moves_from_the_trainer() -> None:
     entry = {**ROW.to_dict(), "schema_version": 1}
-    for name in ("source_bytes", "fallback_tensors", "bytes_in_rank", "max_extra_bytes"):
+    for name in ("source_bytes", "fallback_tensors", "bytes_in_rank", "max_extra_bytes", "simulated"):
         del entry[name]
     assert MoveRecord.from_dict(entry) == replace(ROW, bytes_in_rank=None)
     with pytest.raises(InputError, match="source_bytes"):
         MoveRecord.from_dict({**entry, "source_bytes": {}})
+
+
+def test_rows_of_version_2_are_of_real_ranks() -> None:
+    entry = {**ROW.to_dict(), "schema_version": 2}
+    del entry["simulated"]
+    assert MoveRecord.from_dict(entry) == ROW
+    with pytest.raises(InputError, match="simulated"):
+        MoveRecord.from_dict({**entry, "simulated": "h100-2x8"})
 
 
 def test_the_kept_results_are_read() -> None:
@@ -73,7 +81,7 @@ def test_the_kept_results_are_read() -> None:
     assert 0 < len(moves) < len(rows)
     assert all(row.ok for row in rows)
     for row in moves:
-        assert row.schema_version == 2
+        assert row.schema_version == 3 and row.simulated is None
         assert sum(row.source_bytes.values()) == row.bytes_total
         assert row.scenario == "transitions" or set(row.source_bytes) == {"trainer"}
 

@@ -69,6 +69,18 @@ def test_run_refuses_a_cluster_that_the_profile_was_not_made_on(
     assert not (desk / "refused.jsonl").exists()
 
 
+@pytest.mark.box
+def test_a_check_on_slower_nics_says_which_cells_drifted(desk: Path) -> None:
+    done = call(desk, "calibrate", "--check", "profile.json", "--nic", "200mbit", "--json", "check.json")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert done.stdout.startswith("drift: ") and "calibrate again" in done.stdout
+    assert "cluster.nic_rate_bytes_per_s: profile 50000000.0, here 25000000.0" in done.stdout
+    found = load_json(desk / "check.json", "check")
+    large = [cell for cell in found["cells"] if cell["name"].startswith("across nodes") and cell["bytes"] >= 1 << 20]
+    assert large and all(cell["name"] in found["drifted"] and 0.6 < cell["drift"] < 1.5 for cell in large)
+    assert found["profile"]["sha256"] == load_json(desk / "profile.json", "profile")["sha256"]
+
+
 def test_calibrate_joins_the_world_of_torchrun_and_rank_0_speaks(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "relaymeter", "calibrate"]

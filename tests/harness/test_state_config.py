@@ -122,7 +122,7 @@ def test_a_job_of_an_unknown_kind_is_refused() -> None:
     job = OffloadJob(scenario=found, time_limit_s=5, move_limit_s=1, stamp=STAMP)
     assert job_of(dump(job), "job.json") == job
     with pytest.raises(
-        InputError, match=r"job\.json: kind = 'move' is no job: valid: calibrate, offload, run, training"
+        InputError, match=r"job\.json: kind = 'move' is no job: valid: calibrate, check, offload, run, "
     ):
         job_of({"kind": "move"}, "job.json")
 

@@ -13,7 +13,7 @@ from test_records import ROW
 from relaymeter.errors import EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED, EXIT_OK, EXIT_RANK_LOST, EXIT_WRONG_BITS
 from relaymeter.harness import commands_run
 from relaymeter.harness.emit import Output
-from relaymeter.harness.jobs import RunJob, RunStamp
+from relaymeter.harness.jobs import RunStamp
 from relaymeter.harness.scenario import load_scenario
 from relaymeter.harness.verdict import judge, notes, row_verdict
 
@@ -78,10 +78,7 @@ def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         args = argparse.Namespace(json=str(tmp_path / "rows.jsonl"), plot=tmp_path / "run.png", results=tmp_path,
                                   force=True, suite=None)  # fmt: skip
         stamp = RunStamp(utc=ROW.utc, launch_id=ROW.launch_id, machine_id=ROW.machine_id, commit=None)
-        job = RunJob(
-            scenario=load_scenario("smoke"), bucket_bytes=None, repeats=1, time_limit_s=9, move_limit_s=9, stamp=stamp
-        )
-        code = commands_run._report(args, [row], ended, None, job, out)
+        code = commands_run._report(args, [row], ended, None, load_scenario("smoke"), stamp, out)
         printed = capsys.readouterr()
         return code, printed.out.splitlines(), printed.err.splitlines()
 

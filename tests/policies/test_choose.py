@@ -9,9 +9,9 @@ from relaymeter.calibration.profiles import Profile
 from relaymeter.policies.choose import Choice, choose
 from relaymeter.policies.fixed import FIXED_MIN_RELAY, FIXED_MIN_SPLIT, fixed_route
 from relaymeter.relayout.layout import TensorSpec
-from relaymeter.relayout.placements import Cut, tensor_parallel_layout, zero3_layout
+from relaymeter.relayout.placements import Cut, replicated_layout, tensor_parallel_layout, zero3_layout
 from relaymeter.relayout.planner import MovePlan, plan_move
-from relaymeter.relayout.routes import DIRECT, RELAY, SPREAD, block_groups
+from relaymeter.relayout.routes import DIRECT, RELAY, ROUTES, SPREAD, block_groups
 from relaymeter.relayout.schedule import build_schedule
 from relaymeter.relayout.topology import Topology
 
@@ -68,8 +68,8 @@ def test_without_a_choice_everything_is_direct(profile_of: Profiles) -> None:
     profile = profile_of("box")
     found = decide(profile, plan(profile.topology, 2))
     rows = {row.label: row for row in found.classes if row.fanout == 1}
-    assert rows and all(row.route is None and row.price_relay_s is None for row in rows.values())
-    assert found.name in ("direct", "relay", "spread", "mixed")
+    assert rows and all(row.route is None and list(row.prices_s) == ["direct"] for row in rows.values())
+    assert found.name in (*ROUTES, "mixed")
 
 
 def test_prices_are_those_of_the_schedules(profile_of: Profiles) -> None:
@@ -92,9 +92,8 @@ def test_every_class_has_a_row_with_prices_above_its_bound(profile_of: Profiles)
     found = decide(profile, move)
     assert len(found.classes) == len(block_groups(move, profile.topology).classes)
     for row in found.classes:
-        assert row.route in ("direct", "relay", "spread")
-        prices = [row.price_direct_s, row.price_relay_s, row.price_spread_s]
-        assert all(price is not None and price >= row.bound_s * 0.97 for price in prices)
+        assert row.route in ROUTES and set(row.prices_s) <= set(ROUTES) and "direct" in row.prices_s
+        assert all(price >= row.bound_s * 0.97 for price in row.prices_s.values())
         assert row.to_dict()["label"] == row.label
     norm = next(row for row in found.classes if "norm" in row.label)
     assert norm.label == "model.layers.*.norm.weight" and norm.tensors == 6
@@ -116,3 +115,17 @@ def test_the_constants_of_today() -> None:
     codes = fixed_route(groups)
     assert set(codes[groups.elements >= 65_536].tolist()) == {SPREAD}
     assert set(codes[groups.elements < 65_536].tolist()) == {DIRECT}
+
+
+def test_many_classes_each_too_small_to_tell_are_chosen_together(profile_of: Profiles) -> None:
+    """200 classes that go direct alone, as a second stage is a round more, and by relay where they share rounds."""
+    profile = profile_of("gpus")
+    topology = profile.topology
+    specs = {f"w{k}": TensorSpec(f"w{k}", (24_576 + 16 * k,), "bfloat16") for k in range(200)}
+    source = zero3_layout(specs, topology.ranks_of(0), topology.world_size)
+    target = replicated_layout(specs, topology.ranks_of(1), topology.world_size)
+    move = plan_move(source, target, topology)
+    found = choose(move, topology, profile, bucket_bytes=BUCKET, executor="send-recv", thresholds=False)
+    assert all(min(row.prices_s, key=lambda name: row.prices_s[name]) == "direct" for row in found.classes)
+    assert found.name == "relay" and found.chosen.total_s == found.candidates["relay"].total_s
+    assert found.chosen.total_s < found.candidates["direct"].total_s * (1 - found.error)

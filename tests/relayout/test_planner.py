@@ -168,7 +168,7 @@ def test_layouts_that_contradict_each_other_are_refused():
 def test_a_route_array_of_the_wrong_length_or_code_is_refused():
     schedule = trainer_to_copies()[DIRECT]
     for bad in (np.zeros(1, dtype=np.int8), np.full(2, 9, dtype=np.int8)):
-        with pytest.raises(InputError, match="a route array of 2 codes from 0 to 2"):
+        with pytest.raises(InputError, match="a route array of 2 codes from 0 to 3"):
             build_schedule(schedule.plan, schedule.topology, bad)
 
 

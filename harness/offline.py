@@ -1,113 +1,111 @@
-"""``choose`` and ``plan``: planned and priced on metadata, in this process. No ranks, no torch, no GPU.
+"""Moves planned and priced on metadata, in this process: what ``choose`` and ``plan`` have in common.
 
-Both print, for every move, what its plan carries, a route per class of blocks, the whole move by every route, and the
-thresholds; ``plan`` for any topology and planner, with or without a profile, and ``--out`` writes what ``run`` can run.
+``price_moves(moves, profile, executors)`` gives the entries of their JSON document and the choices behind them, and
+``print_moves(entries, out)`` the tables. No ranks, no torch, no GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from relaymeter.calibration.profiles import Profile
-from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.harness import emit, emit_plan
-from relaymeter.harness.commands_ranks import check_targets, open_profile
-from relaymeter.harness.moves import PlannedMove, executors_of, plan_scenario, planners_of, select_moves
-from relaymeter.harness.plan_file import PlanFile, RoutedMove, save_plan
-from relaymeter.harness.scenario import load_scenario
+from relaymeter.harness.moves import PlannedMove, executors_of
 from relaymeter.policies.choose import Choice
 from relaymeter.policies.choose import choose as choose_routes
 from relaymeter.policies.price import price_loads
-from relaymeter.records import check_target
 from relaymeter.relayout.bounds import lower_bound
-from relaymeter.relayout.routes import ROUTES
 from relaymeter.relayout.schedule import Schedule
 from relaymeter.relayout.topology import Topology
 from relaymeter.units import counted
 
-__all__ = ["choose", "plan"]
+__all__ = [
+    "DOCUMENT_SCHEMA",
+    "PricedMoves",
+    "asked_executors",
+    "document",
+    "headline",
+    "price_moves",
+    "print_moves",
+    "simulated_of",
+    "stamp",
+]
 
 #: Version of the JSON document.
-_SCHEMA = 2
+DOCUMENT_SCHEMA = 3
 
 
-def choose(args: argparse.Namespace) -> int:
-    """Price a scenario on the profile's own topology. Returns the exit code."""
-    scenario = select_moves(load_scenario(args.scenario), args.move)
-    profile, mismatch = open_profile(args.profile, args.allow_mismatch)
-    out = emit.Output(args.json, force=args.force)
-    _price(args, scenario.name, plan_scenario(scenario, profile.topology, args.bucket_bytes), profile, mismatch, out)
-    return out.exit_code
+@dataclass(frozen=True, eq=False)
+class PricedMoves:
+    """entries: one for each move, planner and executor, JSON-ready. choices: of each planned move, by executor."""
+
+    entries: tuple[dict[str, Any], ...]
+    choices: tuple[Mapping[str, Choice], ...]
 
 
-def plan(args: argparse.Namespace) -> int:
-    """Plan a scenario on any topology, priced where a profile is given. Returns the exit code."""
-    scenario = select_moves(load_scenario(args.scenario), args.move)
-    nodes, ranks_per_node = args.topology
-    topology = Topology.grid(nodes, ranks_per_node, args.nic_per)
-    profile = None if args.profile is None else load_profile(args.profile)
-    out = emit.Output(args.json, force=args.force)
-    if args.out is not None:
-        check_targets(json=args.json, out=args.out)
-        check_target(args.out, force=args.force)
-    moves = plan_scenario(scenario, topology, args.bucket_bytes, planners=planners_of(args.planner))
-    choices = _price(args, scenario.name, moves, profile, (), out)
-    if args.out is not None:
-        routed = tuple(RoutedMove.of(move, choices[number]) for number, move in enumerate(moves))
-        document = PlanFile(scenario, topology, args.planner, args.executor, routed, _stamp(profile))
-        save_plan(document, args.out, force=args.force)
-        out.say(f"plan: {args.out} (run it with relaymeter run --plan {args.out})")
-    return out.exit_code
+def asked_executors(choice: str, profile: Profile | None) -> tuple[str, ...]:
+    """The executors that ``--executor`` stands for: ``auto`` is the one that the profile measured first."""
+    return (profile.executor,) if choice == "auto" and profile is not None else executors_of(choice)
 
 
-def _price(
-    args: argparse.Namespace,
-    scenario: str,
-    moves: tuple[PlannedMove, ...],
-    profile: Profile | None,
-    mismatch: tuple[str, ...],
-    out: emit.Output,
-) -> list[dict[str, Choice]]:
-    """Print and write everything; the choices of each move, by executor."""
-    if args.executor == "auto" and profile is not None:
-        executors: tuple[str, ...] = (profile.executor,)
-    else:
-        executors = executors_of(args.executor)
-    topology = moves[0].topology
+def price_moves(moves: Sequence[PlannedMove], profile: Profile | None, executors: Sequence[str]) -> PricedMoves:
+    """Choose and price every move by every executor that the profile has measured."""
     choices: list[dict[str, Choice]] = []
-    found = []
+    entries = []
     for move in moves:
         choices.append({})
         for executor in executors:
             if profile is not None and executor in profile.executors:
                 choices[-1][executor] = choose_routes(
-                    move.plan, topology, profile, bucket_bytes=move.bucket_bytes, executor=executor, groups=move.groups
-                )
-            found.append(_document(move, profile, executor, choices[-1].get(executor)))
-    out.say(_headline(scenario, topology, executors, profile))
+                    move.plan, move.topology, profile,
+                    bucket_bytes=move.bucket_bytes, executor=executor, groups=move.groups,
+                )  # fmt: skip
+            entries.append(_entry(move, profile, executor, choices[-1].get(executor)))
+    return PricedMoves(tuple(entries), tuple(choices))
+
+
+def document(
+    command: str,
+    scenario: str,
+    topology: Topology,
+    profile: Profile | None,
+    mismatch: Sequence[str],
+    executors: Sequence[str],
+    priced: PricedMoves,
+) -> dict[str, Any]:
+    """The JSON document of ``command``."""
+    return {
+        "schema_version": DOCUMENT_SCHEMA,
+        "command": command,
+        "scenario": scenario,
+        "simulated": simulated_of(profile),
+        "topology": topology.to_dict(),
+        "planners": list(dict.fromkeys(entry["planner"] for entry in priced.entries)),
+        "executors": list(executors),
+        "profile": stamp(profile),
+        "profile_mismatch": list(mismatch),
+        "moves": list(priced.entries),
+    }
+
+
+def print_moves(
+    entries: Sequence[dict[str, Any]],
+    profile: Profile | None,
+    mismatch: Sequence[str],
+    executors: Sequence[str],
+    out: emit.Output,
+) -> None:
+    """What there is to know of the profile, then the tables of every move."""
     for text in mismatch:
         out.say(f"profile of another machine: {text}")
     for executor in executors:
         if profile is not None and executor not in profile.executors:
             out.say(f"note: {emit.unpriced(executor, profile)}")
-    for _, entries in itertools.groupby(found, key=lambda entry: entry["move"]):
-        _print(list(entries), out)
-    document = {
-        "schema_version": _SCHEMA,
-        "command": args.command,
-        "scenario": scenario,
-        "topology": topology.to_dict(),
-        "planners": list(dict.fromkeys(move.planner for move in moves)),
-        "executors": list(executors),
-        "profile": _stamp(profile),
-        "profile_mismatch": list(mismatch),
-        "moves": found,
-    }
-    out.json(document)
-    return choices
+    for _, found in itertools.groupby(entries, key=lambda entry: entry["move"]):
+        _print(list(found), out)
 
 
 def _print(entries: list[dict[str, Any]], out: emit.Output) -> None:
@@ -129,11 +127,19 @@ def _print(entries: list[dict[str, Any]], out: emit.Output) -> None:
             out.say(line)
 
 
-def _stamp(profile: Profile | None) -> dict[str, Any] | None:
+def stamp(profile: Profile | None) -> dict[str, Any] | None:
+    """Which profile it was, JSON-ready."""
     return None if profile is None else {"machine_id": profile.machine_id, "created_utc": profile.created_utc}
 
 
-def _headline(scenario: str, topology: Topology, executors: tuple[str, ...], profile: Profile | None) -> str:
+def simulated_of(profile: Profile | None) -> str | None:
+    """The simulated cluster that the profile was made on; None for a measured one, or without a profile."""
+    found = None if profile is None else profile.fingerprint.get("simulated")
+    return None if found is None else str(found)
+
+
+def headline(scenario: str, topology: Topology, executors: Sequence[str], profile: Profile | None) -> str:
+    """What was planned, and what it was priced with."""
     ranks = [len(topology.ranks_of(node)) for node in range(topology.nodes)]
     shape = (
         f"{counted(topology.nodes, 'node')} x {counted(ranks[0], 'rank')}"
@@ -149,7 +155,7 @@ def _headline(scenario: str, topology: Topology, executors: tuple[str, ...], pro
     return text
 
 
-def _document(move: PlannedMove, profile: Profile | None, executor: str, choice: Choice | None) -> dict[str, Any]:
+def _entry(move: PlannedMove, profile: Profile | None, executor: str, choice: Choice | None) -> dict[str, Any]:
     """Everything that is known of a move before it runs, JSON-ready. ``choice`` None: the executor is not priced."""
     routes = [*move.uniform().items(), *([("chosen", choice.route)] if choice is not None else [])]
     schedules = [(name, *move.schedule(codes)) for name, codes in routes]
@@ -183,6 +189,7 @@ def _document(move: PlannedMove, profile: Profile | None, executor: str, choice:
         "price_error": None if choice is None else choice.error,
         "price_error_matrices": None if choice is None else choice.error_matrices,
         "extrapolated": None if choice is None else choice.extrapolated,
+        "chosen_s": None if choice is None else choice.chosen.total_s,
         "fixed_constants_s": None if choice is None else choice.fixed.total_s,
         "regret_fixed_s": None if choice is None else choice.regret_fixed_s,
     }
@@ -209,10 +216,10 @@ def _candidate(name: str, schedule: Schedule, executor: str, profile: Profile | 
 def _classes(move: PlannedMove, choice: Choice | None) -> list[Mapping[str, Any]]:
     if choice is not None:
         return [row.to_dict() for row in choice.classes]
-    nothing = {"route": None, **{f"price_{route}_s": None for route in ROUTES}, "bound_s": None}
     return [
         {"label": kind.label, "tensors": kind.tensors, "blocks": kind.groups, "bytes": kind.bytes,
-         "elements": kind.elements, "itemsize": kind.itemsize, "fanout": kind.fanout, **nothing}
+         "elements": kind.elements, "itemsize": kind.itemsize, "fanout": kind.fanout, "route": None,
+         "prices_s": dict.fromkeys(kind.routes), "bound_s": None}
         for kind in move.groups.classes
     ]  # fmt: skip
 

@@ -1,0 +1,162 @@
+"""``validate``: measure what was never fitted, on ranks or a simulated cluster, and hold what was predicted against it.
+
+The parent checks profile, ranks and file names before a rank starts; the ranks do the job (``validate_job``), and the
+parent makes the report of their rows, whose exit code is the command's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from relaymeter.calibration.profiles import Profile
+from relaymeter.calibration.profiles import load as load_profile
+from relaymeter.calibration.profiles import save as save_profile
+from relaymeter.errors import EXIT_OK, EXIT_WRONG_BITS, InputError
+from relaymeter.harness import emit
+from relaymeter.harness.commands_ranks import (
+    asked_cluster,
+    check_results,
+    check_targets,
+    check_world,
+    describe_cluster,
+    is_shaped,
+    open_profile,
+    shapeable,
+    work_together,
+    write_all,
+)
+from relaymeter.harness.config import check
+from relaymeter.harness.jobs import ClusterConfig, Fault, RunStamp, ValidateJob
+from relaymeter.harness.launch import WorldHint, already_in_world
+from relaymeter.harness.results import keep_results, make_stamp
+from relaymeter.harness.validate_report import Report, make_report
+from relaymeter.records import dump_lines, write_text
+from relaymeter.validation_records import ValidationRecord
+
+__all__ = ["validate"]
+
+_LIMIT_S = 1200.0
+
+
+def validate(args: argparse.Namespace) -> int:
+    """Measure and report. Returns the exit code: 6 wrong bits, 3 a bar missed, 0 all met."""
+    check_targets(json=args.json, profile=args.profile)
+    out = emit.Output(args.json, force=args.force)
+    return _simulated(args, out) if args.simulate is not None else _measured(args, out)
+
+
+def _measured(args: argparse.Namespace, out: emit.Output) -> int:
+    profile, _ = open_profile(args.profile, False, starts_ranks=True)
+    if profile.simulated is not None:
+        raise InputError(
+            f"profile {args.profile} is of the simulated cluster {profile.simulated}: add --simulate "
+            f"{profile.simulated}, or calibrate these ranks"
+        )
+    if args.results is not None:
+        check_results(args.results, profile.machine_id)
+    hint = already_in_world()
+    check_world(args, hint)
+    cluster = _cluster(args, profile, hint, out)
+    if args.fault is not None and (args.fault[0] != "flip" or args.fault[1] >= profile.topology.world_size):
+        raise InputError(f"--fault {args.fault[0]}:{args.fault[1]}: give flip and one of the profile's ranks")
+    job = ValidateJob(
+        profile=str(args.profile.resolve()),
+        quick=args.quick,
+        unshaped=cluster is not None and not is_shaped(cluster),
+        time_limit_s=args.time_limit or _LIMIT_S,
+        nic_per=args.nic_per if hint else None,
+        stamp=make_stamp(profile.machine_id, shaped=is_shaped(cluster)),
+        fault=None if args.fault is None else Fault(kind=args.fault[0], rank=args.fault[1]),
+    )
+    code, result = work_together(job, cluster, hint, out)
+    if result is None:
+        return code
+    rows = [ValidationRecord.from_dict(entry) for entry in result["rows"]]
+    if code != EXIT_OK:
+        out.say("stopped: the figures of what had been measured follow")
+    return _report(args, rows, code, profile, job.stamp, out)
+
+
+def _cluster(
+    args: argparse.Namespace, profile: Profile, hint: WorldHint | None, out: emit.Output
+) -> ClusterConfig | None:
+    """The ranks to start: those that the profile was measured on (None: a world that was joined). Raises InputError
+    where other ones are asked for, or this machine makes other ones."""
+    known = profile.fingerprint.get("cluster")
+    measured = None if known is None else check(ClusterConfig, known, f"profile {args.profile}, cluster")
+    cluster = None
+    if hint is None:
+        cluster = shapeable(asked_cluster(args, measured or ClusterConfig(nodes=2, ranks_per_node=2)), out)
+    if cluster != measured:
+        raise InputError(
+            f"profile {args.profile} was measured on {describe_cluster(measured)}, this would be "
+            f"{describe_cluster(cluster)}: calibrate these ranks, or leave the options of the ranks out"
+        )
+    return cluster
+
+
+def _simulated(args: argparse.Namespace, out: emit.Output) -> int:
+    from relaymeter.harness.simulated import load_preset
+    from relaymeter.harness.validate_run import validate_simulated
+
+    cluster = load_preset(args.simulate)
+    profile = load_profile(args.profile)
+    given = [name for name in ("nodes", "ranks_per_node", "nic_per", "fault") if getattr(args, name) is not None]
+    given += ["nic"] if "nic" in args else []
+    if given:
+        name = given[0].replace("_", "-")
+        raise InputError(f"--{name} is about real ranks, and --simulate {args.simulate} starts none: leave it out")
+    if profile.simulated != cluster.name or profile.topology.node != cluster.topology.node:
+        whose = "real ranks" if profile.simulated is None else f"the simulated cluster {profile.simulated}"
+        raise InputError(
+            f"profile {args.profile} is of {whose}, not of {cluster.name}: relaymeter calibrate --simulate "
+            f"{args.simulate} --out PROFILE makes one"
+        )
+    if args.results is not None:
+        check_results(args.results, profile.machine_id)
+    out.say(f"simulated: {cluster.name}")
+    stamp = make_stamp(profile.machine_id, shaped=False)
+    rows, agenda = validate_simulated(cluster, profile, stamp, quick=args.quick, say=out.say)
+    for note in agenda.notes:
+        out.say(f"note: {note}")
+    rates = dict.fromkeys(cluster.topology.nic, float(cluster.truth["nic_bytes_per_s"]))
+    return _report(args, rows, EXIT_OK, profile, stamp, out, rates)
+
+
+def _report(
+    args: argparse.Namespace,
+    rows: Sequence[ValidationRecord],
+    code: int,
+    profile: Profile,
+    stamp: RunStamp,
+    out: emit.Output,
+    nic_rates: Mapping[int, float] | None = None,
+) -> int:
+    """Lines, tables and files. ``nic_rates``: the true payload rate of each NIC, where it is known. Returns the exit
+    code: of the ranks where they failed, else of the figures."""
+    report = make_report(rows, profile, nic_rates=nic_rates)
+    for line in report.lines:
+        out.say(line)
+    for table in report.tables:
+        out.table(table)
+
+    def keep() -> None:
+        out.say(f"results: {_keep(args.results, rows, profile, stamp, report)}")
+
+    failed = write_all(args, {"json": lambda: out.json(dump_lines(rows)), "results": keep}) or out.exit_code
+    if EXIT_WRONG_BITS in (code, report.exit_code):
+        return EXIT_WRONG_BITS
+    return code or failed or report.exit_code
+
+
+def _keep(root: Path, rows: Sequence[ValidationRecord], profile: Profile, stamp: RunStamp, report: Report) -> Path:
+    """Keep rows, profile, plots and report in a folder of their own."""
+    from relaymeter.harness.validate_plots import draw_plots
+
+    folder = keep_results(root, rows, stamp, "validate", profile.fingerprint, suite="validate")
+    save_profile(profile, folder / "profile.json")
+    plots = draw_plots(rows, profile, folder)
+    write_text(folder / "report.md", report.to_markdown([path.name for path in plots]))
+    return folder

@@ -1,0 +1,161 @@
+"""Moves timed on a simulated cluster: the rows of ``run --simulate``. No rank starts, nothing moves, no torch import.
+
+``simulated_rows(cluster, moves, profile, ...)`` gives rows like those of real ranks, but for what only real ones have:
+digests, bytes counted by the kernel, memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaymeter.calibration.profiles import Profile
+from relaymeter.harness.jobs import RunStamp
+from relaymeter.harness.moves import PlannedMove, route_bytes
+from relaymeter.harness.plan_file import PlanFile
+from relaymeter.harness.simulated import SimulatedCluster
+from relaymeter.harness.verdict import SIMULATED
+from relaymeter.policies.choose import choose
+from relaymeter.policies.price import price_loads
+from relaymeter.records import MoveRecord, median_interval
+from relaymeter.relayout.bounds import lower_bound
+from relaymeter.relayout.schedule import Schedule
+
+__all__ = ["SimulatedRun", "simulated_rows"]
+
+Codes = NDArray[np.int8]
+_CHOSEN = "chosen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRun:
+    """What the rows of a simulated run have in common. ``profile``: None for rows without prices; ``plan``: the plan
+    whose routes are the chosen ones, if there is one."""
+
+    cluster: SimulatedCluster
+    scenario: str
+    executors: tuple[str, ...]
+    repeats: int
+    stamp: RunStamp
+    profile: Profile | None = None
+    plan: PlanFile | None = None
+
+
+def simulated_rows(
+    run: SimulatedRun, moves: Sequence[PlannedMove], progress: Callable[[float, str], None]
+) -> list[MoveRecord]:
+    """One row for each of ``moves`` (planned for the cluster's topology), executor and route; the chosen one last.
+
+    Raises InputError where the cluster lacks an executor.
+    """
+    rows = []
+    for number, move in enumerate(moves):
+        for executor in run.executors:
+            progress(number / len(moves), f"{move.name} by {executor}")
+            rows += _rows(run, move, executor)
+    return rows
+
+
+def _rows(run: SimulatedRun, move: PlannedMove, executor: str) -> list[MoveRecord]:
+    routes = dict(move.uniform())
+    picked = _chosen(run, move, executor)
+    if picked is not None:
+        routes[_CHOSEN] = picked
+    made = {name: (codes, *move.schedule(codes)) for name, codes in routes.items()}
+    chosen = made[_CHOSEN][1].input_hash if picked is not None else None
+    times: dict[bytes, tuple[float, ...]] = {}
+    rows = []
+    for name, (codes, schedule, schedule_s) in made.items():
+        same = schedule.input_hash
+        if same not in times:
+            times[same] = run.cluster.move_times(schedule.loads(executor), executor, run.repeats)
+        rows.append(_row(run, move, executor, name, codes, schedule, schedule_s, times[same], same == chosen))
+    return rows
+
+
+def _priced(run: SimulatedRun, executor: str) -> Profile | None:
+    return run.profile if run.profile is not None and executor in run.profile.executors else None
+
+
+def _chosen(run: SimulatedRun, move: PlannedMove, executor: str) -> Codes | None:
+    """The route array that the plan has, or that the prices choose; None without either."""
+    if run.plan is not None:
+        return run.plan.chosen(move.name, move.planner, executor)
+    profile = _priced(run, executor)
+    if profile is None:
+        return None
+    found = choose(
+        move.plan, move.topology, profile,
+        bucket_bytes=move.bucket_bytes, executor=executor, groups=move.groups, thresholds=False,
+    )  # fmt: skip
+    return found.route
+
+
+def _row(
+    run: SimulatedRun,
+    move: PlannedMove,
+    executor: str,
+    route: str,
+    codes: Codes,
+    schedule: Schedule,
+    schedule_s: float,
+    times: tuple[float, ...],
+    chosen: bool,
+) -> MoveRecord:
+    profile, stamp = _priced(run, executor), run.stamp
+    price = bound = None
+    if profile is not None:
+        price = price_loads(schedule.loads(executor), move.topology, profile, executor)
+        bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate)
+    measured, low, high = median_interval(times)
+    return MoveRecord(
+        utc=stamp.utc,
+        machine_id=stamp.machine_id,
+        launch_id=stamp.launch_id,
+        commit=stamp.commit,
+        profile_mismatch=stamp.mismatch,
+        shaped=False,
+        simulated=run.cluster.name,
+        scenario=run.scenario,
+        move=move.name,
+        route=route,
+        chosen=chosen,
+        route_bytes=route_bytes(move.groups, codes),
+        source_bytes={name: count for name, count in move.source_bytes.items()},
+        planner=move.planner,
+        fallback_tensors=sum(found.tensors for found in move.fallbacks),
+        executor=executor,
+        ranks=move.topology.world_size,
+        nodes=move.topology.nodes,
+        bucket_bytes=schedule.bucket_bytes,
+        rounds=schedule.rounds,
+        bytes_total=schedule.bytes_total,
+        bytes_in_rank=move.bytes_in_rank,
+        bytes_in_node=schedule.bytes_in_node,
+        bytes_cross_node=schedule.bytes_cross_node,
+        wire_cross_node_bytes=None,
+        messages=schedule.messages(executor),
+        plan_s=move.plan_s + schedule_s,
+        predicted_s=None if price is None else price.total_s,
+        predicted_low_s=None if price is None else price.low_s,
+        predicted_high_s=None if price is None else price.high_s,
+        measured_s=measured,
+        measured_low_s=low,
+        measured_high_s=high,
+        error=None if price is None else price.total_s / measured - 1,
+        samples_s=tuple((taken,) for taken in times),
+        digest_s=None,
+        bound_s=None if bound is None else bound.seconds,
+        bound_by=None if bound is None else bound.bound_by,
+        peak_bytes=None,
+        peak_predicted_bytes=int(schedule.peak_bytes(executor).max()),
+        max_extra_bytes=None,
+        digest_version=0,
+        digest_passed=0,
+        digest_total=0,
+        verdict=SIMULATED,
+        ok=True,
+    )

@@ -1,0 +1,154 @@
+"""Rows of ``validate``: one case that was never fitted, its predicted time and what was measured.
+
+``ValidationRecord(...).to_dict()`` is one row; ``read_validation(path)`` reads a file of them back. Numbers carry their
+unit in their name; what was not measured, or does not apply, is null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from relaymeter.errors import InputError
+from relaymeter.records import members, plain, read_input
+
+__all__ = ["HARD", "KINDS", "THRESHOLDS", "VALIDATION_SCHEMA_VERSION", "ValidationRecord", "read_validation"]
+
+#: Version of the rows below. A reader refuses another one.
+VALIDATION_SCHEMA_VERSION = 1
+
+#: Kinds of cases: one lone flow of a size that calibration skipped; an uneven matrix; a whole move; a batch of equal
+#: blocks at a threshold; a move of two classes of blocks for which a mix of routes is predicted to pay.
+KINDS = ("size", "matrix", "move", "batch", "mix")
+#: What makes a case hard to predict: both directions at once, bound inside a node, many small segments, several
+#: senders to one rank, NICs that nothing shapes.
+HARD = ("two-way", "in-node", "small segments", "incast", "unshaped")
+#: The thresholds that batches stand below, at and above.
+THRESHOLDS = ("min_relay", "min_split")
+
+_TUPLES = ("hard", "samples_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRecord:
+    """One case by one route and executor. Cases that differ in ``route`` alone share ``kind``, ``name`` and
+    ``executor``."""
+
+    schema_version: int = VALIDATION_SCHEMA_VERSION
+    kind: str
+    """One of ``KINDS``."""
+    name: str
+    """The case; shared by the routes that are held against each other."""
+    link: str | None
+    """``in_node`` or ``cross_node`` for a size, else None."""
+    route: str | None
+    """A name of ``relayout.routes.ROUTES``, ``mixed``, or None for sizes and matrices."""
+    chosen: bool
+    """Whether the policy picks exactly these routes."""
+    executor: str
+    default_executor: bool
+    """Whether it is the one that moves take by default: the profile's first."""
+    hard: tuple[str, ...]
+    """What makes the case hard, of ``HARD``; empty: nothing does."""
+    bytes_total: int
+    """Sizes and matrices: bytes of all flows. Moves, batches and mixes: destination bytes, each replica counted."""
+    largest_bytes: int
+    """Sizes and matrices: bytes of the largest flow. Others: the most that one rank sends to another in a round."""
+    calls: int = 1
+    """Sizes and matrices: 1 for an isolated call, more for a series of which the time of one call is given."""
+    predicted_s: float
+    predicted_low_s: float
+    predicted_high_s: float
+    baseline_s: float | None
+    """Predicted by the five-line model: largest NIC load over its rate, plus one constant."""
+    samples_s: tuple[float, ...]
+    """Per call or move, the maximum over the ranks."""
+    measured_s: float
+    """Median of the samples."""
+    measured_low_s: float
+    measured_high_s: float
+    """Interval of the median, ``records.median_interval``."""
+    bound_s: float | None
+    """Lower bound of any route; None for sizes and matrices."""
+    block_elements: int | None
+    """Batches: elements of a block; mixes: of the large ones; else None."""
+    itemsize: int | None
+    """Bytes of an element, where ``block_elements`` is given."""
+    fanout: int | None
+    """Destination ranks per node that want each block, where ``block_elements`` is given."""
+    threshold: str | None
+    """Batches: which of ``THRESHOLDS`` the blocks were sized by; None else."""
+    threshold_elements: int | None
+    """The threshold under this executor and bucket, in elements; None: never, or no batch."""
+    threshold_low: int | None
+    threshold_high: int | None
+    """Its bootstrap interval; None: never, or no batch."""
+    bucket_bytes: int | None
+    """Bytes of a bucket; None for sizes and matrices."""
+    digest_passed: int
+    """Tensor copies (of sizes and matrices: calls) whose bits were right, over all samples; 0 where nothing moved."""
+    digest_total: int
+    mismatch: str | None = None
+    """The first wrong bits."""
+    note: str | None = None
+    """Mixes: what was searched, and what was found."""
+    simulated: str | None
+    """Name of the simulated cluster; None: real ranks."""
+    shaped: bool
+    """Whether the NICs' rates were held by the kernel (cluster in a box)."""
+    machine_id: str
+    """Hash of the environment that matters: the profile's fingerprint."""
+    commit: str | None
+    """Source revision, with ``-dirty`` where files differ from it; None outside a checkout."""
+    utc: str
+    """When the launch began, ISO 8601 in UTC."""
+    launch_id: str
+    """Shared by the rows of one command."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def baseline_error(self) -> float | None:
+        """The same for the five-line model."""
+        return None if self.baseline_s is None else self.baseline_s / self.measured_s - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict with every field, in order."""
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> ValidationRecord:
+        """The row that ``to_dict`` wrote. Raises InputError for another version or kind, unknown or missing fields."""
+        version = entry.get("schema_version")
+        if version != VALIDATION_SCHEMA_VERSION:
+            raise InputError(f"record of schema_version {version!r}: this version reads {VALIDATION_SCHEMA_VERSION}")
+        names = {field.name for field in fields(cls)}
+        if set(entry) != names:
+            raise InputError(
+                f"record does not have the expected fields: {', '.join(sorted(set(entry) ^ names))} differ"
+            )
+        if entry["kind"] not in KINDS:
+            raise InputError(f"record of kind {entry['kind']!r}: this version reads {', '.join(KINDS)}")
+        unknown = [text for text in entry["hard"] if text not in HARD]
+        if unknown:
+            raise InputError(f"record with hard = {unknown[0]!r}: this version knows {', '.join(HARD)}")
+        if entry["threshold"] not in (None, *THRESHOLDS):
+            raise InputError(f"record of threshold {entry['threshold']!r}: one of {', '.join(THRESHOLDS)} or null")
+        return cls(**{**entry, **{name: tuple(entry[name]) for name in _TUPLES}})
+
+
+def read_validation(path: Path) -> list[ValidationRecord]:
+    """The rows of a JSON Lines file that ``validate`` wrote. Raises InputError naming the line."""
+    rows = []
+    for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
+        try:
+            rows.append(ValidationRecord.from_dict(json.loads(line, object_pairs_hook=members)))
+        except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
+            raise InputError(f"records {path}, line {number}: {error}") from error
+    return rows

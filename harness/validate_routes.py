@@ -25,7 +25,7 @@ __all__ = ["load_key", "route_cases"]
 def load_key(loads: RoundLoads) -> bytes:
     """Equal for two schedules exactly when they ask the same of the cluster, round by round."""
     columns = (loads.round, loads.src, loads.dst, loads.bytes, loads.messages, loads.pack_bytes, loads.pack_segments)
-    more = (loads.unpack_bytes, loads.unpack_segments)
+    more = (loads.unpack_bytes, loads.unpack_segments, loads.pack_runs, loads.unpack_runs)
     used = int(loads.round.max(initial=-1)) + 1  # rounds at the end in which nothing moves make no difference
     return b"".join([str(used).encode(), *(column.tobytes() for column in (*columns, *more))])
 

@@ -3,9 +3,10 @@
 ``price_loads(schedule.loads(executor), topology, profile, executor)`` prices one schedule; a ``Pricer`` prices many.
 
 Per round and rank: pack, then communicate, then unpack. Communication is the call's floor, plus the messages beyond the
-first, plus the longer of in-node and cross-node traffic, plus the part of the shorter one that does not overlap. The
-traffic of a link class takes as long as a lone flow of *effective bytes*, the largest over the pair (with the duplex of
-the executor), the rank's port (fan-in, fan-out, turn), the NIC in both directions, the node and the whole cluster.
+first, plus the longer of in-node and cross-node traffic, plus the part of the shorter one that does not overlap; copies
+within the rank run beside it. The traffic of a link class takes as long as a lone flow of *effective bytes*, the
+largest over the pair (with the duplex of the executor), the rank's port (fan-in, fan-out, turn), the NIC in both
+directions, the node and, by the number of busy ports, the whole cluster.
 Rounds follow each other as they are executed, without a barrier: a rank begins a round when it and its peers are ready.
 """
 
@@ -75,7 +76,7 @@ def flow_loads(flows: list[Flow]) -> RoundLoads:
     """A single round of flows (src, dst, bytes), one message each, nothing packed: what a calibration cell moves."""
     src, dst, size = (np.asarray([flow[k] for flow in flows], dtype=np.int64) for k in range(3))
     none = np.zeros(len(flows), dtype=np.int64)
-    return RoundLoads(1, none, src, dst, size, none + 1, none, none, none, none)
+    return RoundLoads(1, none, src, dst, size, none + 1, none, none, none, none, none, none)
 
 
 class Pricer:
@@ -171,10 +172,14 @@ class Pricer:
         # Every rank takes part in an all-to-all; with send-recv a rank without a message makes no call.
         present = np.ones(shape, dtype=bool) if self.executor == "all-to-all" else busy_near | busy_far
         communicate = np.where(present, communicate + floor, 0.0)
-        pack = self._packing(costs.pack, loads, loads.src, loads.pack_bytes, loads.pack_segments)
-        copied = np.where(local, loads.bytes, loads.unpack_bytes)
-        pieces = np.where(local, 1, loads.unpack_segments)
-        unpack = self._packing(costs.unpack, loads, loads.dst, copied, pieces)
+        # Copies within a rank run beside its exchange.
+        once = local.astype(np.int64)
+        within = self._packing(costs.unpack, loads, loads.dst, loads.bytes * once, once, once)
+        communicate = np.maximum(communicate, within)
+        pack = self._packing(costs.pack, loads, loads.src, loads.pack_bytes, loads.pack_segments, loads.pack_runs)
+        unpack = self._packing(
+            costs.unpack, loads, loads.dst, loads.unpack_bytes, loads.unpack_segments, loads.unpack_runs
+        )
         return RoundTerms(pack, communicate, unpack, near_s, far_s, extrapolated)
 
     def _link(self, kind: str) -> LinkCosts:
@@ -187,14 +192,22 @@ class Pricer:
         return link
 
     def _packing(
-        self, costs: PackCosts, loads: RoundLoads, rank: IntArray, nbytes: IntArray, segments: IntArray
+        self,
+        costs: PackCosts,
+        loads: RoundLoads,
+        rank: IntArray,
+        nbytes: IntArray,
+        segments: IntArray,
+        runs: IntArray,
     ) -> FloatArray:
         """Seconds of each rank's copies in each round; ranks that pack at once wait for memory or cores they share."""
         shape, cells = (loads.rounds, self.topology.world_size), loads.rounds * self.topology.world_size
         key = loads.round * self.topology.world_size + rank
         count = np.bincount(key, weights=segments, minlength=cells)
         moved = np.bincount(key, weights=nbytes, minlength=cells)
-        flat = count * costs.segment_s + moved * costs.byte_s + np.where(count > 0, costs.call_s, 0.0)
+        inner = np.bincount(key, weights=runs, minlength=cells)
+        copied = count * costs.segment_s + inner * costs.run_s + moved * costs.byte_s
+        flat = copied + np.where(count > 0, costs.call_s, 0.0)
         seconds: FloatArray = flat.reshape(shape)
         busy, crowded = seconds > 0, seconds
         if costs.node_lanes is not None:

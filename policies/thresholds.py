@@ -99,7 +99,9 @@ class _Rows:
     def loads(self, rounds: int) -> RoundLoads:
         table = np.asarray(self._rows, dtype=np.int64).reshape(-1, 7)
         number, src, dst, size, messages, packed, segments = table.T
-        return RoundLoads(rounds, number, src, dst, size, messages, packed, segments, packed, segments)
+        return RoundLoads(
+            rounds, number, src, dst, size, messages, packed, segments, packed, segments, segments, segments
+        )
 
 
 def _direct_rows(rows: _Rows, number: int, batch: Batch, blocks: int, nbytes: int) -> None:

@@ -31,6 +31,8 @@ IntArray = NDArray[np.int64]
 
 #: Bytes that a bucket may send from, or bring to, any one rank when moved direct.
 DEFAULT_BUCKET_BYTES = 8 << 20
+#: Columns of ``_transfer_stats``.
+_STATS = 8
 #: Buckets that take in tensors at a time.
 _OPEN_BUCKETS = 8
 #: Shares of bands that are added, one after the other, until none of a tensor's bands passes the bucket.
@@ -183,14 +185,16 @@ class Schedule:
                     total = [np.bincount(where, weights=weight * column, minlength=len(pairs)) for column in stats]
                     rounds = bucket + pairs // (world * world)
                     keys.append(rounds * world * world + pairs % (world * world))
-                    values.append(np.column_stack(total) if len(pairs) else np.zeros((0, 6)))
+                    values.append(np.column_stack(total) if len(pairs) else np.zeros((0, _STATS)))
         key = np.concatenate(keys) if keys else np.zeros(0, dtype=np.int64)
         unique, inverse = np.unique(key, return_inverse=True)
-        table_of = np.concatenate(values) if values else np.zeros((0, 6))
-        sums = [np.bincount(inverse, weights=table_of[:, c], minlength=len(unique)).astype(np.int64) for c in range(6)]
+        table_of = np.concatenate(values) if values else np.zeros((0, _STATS))
+        sums = [
+            np.bincount(inverse, weights=table_of[:, c], minlength=len(unique)).astype(np.int64) for c in range(_STATS)
+        ]
         used = sums[0] > 0
         unique, sums = unique[used], [column[used] for column in sums]
-        total_bytes, own, pack_bytes, pack_segments, unpack_bytes, unpack_segments = sums
+        total_bytes, own, pack_bytes, pack_segments, unpack_bytes, unpack_segments, pack_runs, unpack_runs = sums
         src, dst = unique // world % world, unique % world
         packed = (pack_segments + unpack_segments > 0) & (src != dst)
         return RoundLoads(
@@ -204,6 +208,8 @@ class Schedule:
             pack_segments=pack_segments,
             unpack_bytes=unpack_bytes,
             unpack_segments=unpack_segments,
+            pack_runs=pack_runs,
+            unpack_runs=unpack_runs,
         )
 
     @cached_property
@@ -266,7 +272,8 @@ def _widen(rows: SegmentTable, width: int) -> SegmentTable:
 
 
 def _transfer_stats(table: Transfers, itemsize: int, executor: str, converts: bool) -> list[NDArray[np.float64]]:
-    """Per row: bytes on the wire, messages of its own, pack bytes, pack segments, unpack bytes, unpack segments.
+    """Per row: bytes on the wire, messages of its own, pack bytes, pack segments, unpack bytes, unpack segments, and
+    the contiguous runs that are packed and unpacked (``_STATS`` columns).
 
     A row that is one run on both sides is a message of its own, unless it has to be converted on the way (a cast).
     """
@@ -280,7 +287,20 @@ def _transfer_stats(table: Transfers, itemsize: int, executor: str, converts: bo
     packed = ~own & ~local
     pack = np.where(packed, padded, 0)
     wire = np.where(packed, padded, nbytes)
-    return [column.astype(np.float64) for column in (wire, own, pack, packed, pack, packed)]
+    runs = [
+        np.where(packed, size // _run_elements(table.shape, stride), 0)
+        for stride in (table.src_stride, table.dst_stride)
+    ]
+    return [column.astype(np.float64) for column in (wire, own, pack, packed, pack, packed, *runs)]
+
+
+def _run_elements(shape: IntArray, stride: IntArray) -> IntArray:
+    """Elements (n) that lie side by side in a storage, read in row-major order of the segment."""
+    run, open_ = np.ones(len(shape), dtype=np.int64), np.ones(len(shape), dtype=bool)
+    for dim in range(shape.shape[1] - 1, -1, -1):
+        open_ &= (shape[:, dim] == 1) | (stride[:, dim] == run)
+        run = np.where(open_, run * shape[:, dim], run)
+    return np.maximum(run, 1)
 
 
 def build_schedule(

@@ -119,7 +119,8 @@ class RoundLoads:
     """What a schedule asks of the cluster, for pricing: one row per (round, src, dst) that carries anything.
 
     Columns (n): round, src, dst; bytes on the wire between the two ranks (payload, 16-byte aligned); messages posted;
-    pack_bytes and pack_segments copied into send buffers on src; unpack_bytes and unpack_segments copied out on dst.
+    pack_bytes and pack_segments copied into send buffers on src; unpack_bytes and unpack_segments copied out on dst;
+    pack_runs and unpack_runs, the contiguous runs that those segments are read in on src and written in on dst.
     Rows with src == dst are copies inside a rank: bytes is what is copied, messages is 0, packs are 0.
     ``rounds`` counts the exchanges, also where the last ones are empty.
     """
@@ -134,3 +135,5 @@ class RoundLoads:
     pack_segments: IntArray
     unpack_bytes: IntArray
     unpack_segments: IntArray
+    pack_runs: IntArray
+    unpack_runs: IntArray

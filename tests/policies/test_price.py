@@ -18,6 +18,7 @@ from relaymeter.relayout.segments import RoundLoads
 from relaymeter.relayout.topology import Topology
 
 EXECUTORS = ("send-recv", "all-to-all")
+GRID = Topology.grid(2, 2)
 Profiles = Callable[[str], Profile]
 
 flow = st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3), st.integers(1, 1 << 26))
@@ -47,6 +48,8 @@ def loads_of(rows: list[tuple[int, int, int, int]], packed: bool = True) -> Roun
         pack_segments=count * away * packed,
         unpack_bytes=pack,
         unpack_segments=count * away * packed,
+        pack_runs=count * away * packed,
+        unpack_runs=count * away * packed,
     )
 
 
@@ -175,6 +178,20 @@ def test_uneven_matrices_that_were_never_fitted(
     assert np.median(errors) <= 0.08 and np.quantile(errors, 0.9) <= 0.2
 
 
+def test_runs_are_priced_and_copies_within_a_rank_run_beside_its_exchange(profile_of: Profiles) -> None:
+    profile = profile_of("box")
+    costs = profile.costs("send-recv")
+    narrow, wide = (loads_of([(0, 0, 2, 1 << 20)]) for _ in range(2))
+    narrow = replace(narrow, pack_runs=narrow.pack_runs * 4096)
+    price = {name: price_loads(of, GRID, profile, "send-recv").total_s for name, of in (("n", narrow), ("w", wide))}
+    assert price["n"] - price["w"] == pytest.approx(4095 * costs.pack.run_s)
+    assert costs.pack.run_s == pytest.approx(5e-9, rel=0.5)
+    alone = price_loads(loads_of([(0, 1, 1, 64 << 20)]), GRID, profile, "send-recv").total_s
+    sent = price_loads(loads_of([(0, 1, 2, 8 << 20)]), GRID, profile, "send-recv").total_s
+    both = price_loads(loads_of([(0, 1, 2, 8 << 20), (0, 1, 1, 64 << 20)]), GRID, profile, "send-recv").total_s
+    assert alone == pytest.approx((64 << 20) / 3e9, rel=0.05) and alone < sent == pytest.approx(both)
+
+
 def test_many_ranks_and_rounds_are_priced_fast(profile_of: Profiles) -> None:
     topology = Topology.grid(16, 8)
     rng = np.random.default_rng(3)
@@ -183,7 +200,7 @@ def test_many_ranks_and_rounds_are_priced_fast(profile_of: Profiles) -> None:
     src, dst = rng.integers(0, 128, rows), rng.integers(0, 128, rows)
     size = rng.integers(1, 1 << 20, rows)
     one = np.ones(rows, dtype=np.int64)
-    loads = RoundLoads(rounds, number, src, dst, size, one, size, one, size, one)
+    loads = RoundLoads(rounds, number, src, dst, size, one, size, one, size, one, one, one)
     pricer = Pricer(profile_of("gpus"), topology, "send-recv")
     pricer.price(loads)
     best = min(_seconds(lambda: pricer.price(loads)) for _ in range(3))

@@ -121,7 +121,7 @@ def test_a_holder_sends_each_element_to_other_nodes_once_and_a_node_gets_it_once
 def check_loads(schedule: Schedule, executor: str) -> None:
     """The loads against a sum over the segments, one by one."""
     table, size = schedule.all_segments, {index: spec.itemsize for index, spec in enumerate(schedule.tensors)}
-    sums: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+    sums: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for row in range(len(table)):
         nbytes = int(table.elements[row]) * size[int(table.tensor[row])]
         key = (int(table.round[row]), int(table.src_rank[row]), int(table.dst_rank[row]))
@@ -130,14 +130,19 @@ def check_loads(schedule: Schedule, executor: str) -> None:
         if key[1] == key[2]:
             sums[key][0] += nbytes
         elif whole and executor == "send-recv":
-            sums[key] = [sums[key][0] + nbytes, sums[key][1] + 1, sums[key][2]]
+            sums[key][:2] = [sums[key][0] + nbytes, sums[key][1] + 1]
         else:
-            sums[key] = [sums[key][0] + padded, sums[key][1], sums[key][2] + 1]
+            steps = [sum(np.indices(table.shape[row])[k] * stride[row][k] for k in range(table.shape.shape[1]))
+                     for stride in (table.src_stride, table.dst_stride)]  # fmt: skip
+            runs = [1 + int((np.diff(where.reshape(-1)) != 1).sum()) for where in steps]
+            added = [padded, 0, 1, *runs]
+            sums[key] = [before + more for before, more in zip(sums[key], added, strict=True)]
     loads = schedule.loads(executor)
     found = {
-        (a, b, c): [size, messages - (segments > 0), segments]
-        for a, b, c, size, messages, segments in zip(
+        (a, b, c): [size, messages - (segments > 0), segments, *runs]
+        for a, b, c, size, messages, segments, *runs in zip(
             *(getattr(loads, name).tolist() for name in ("round", "src", "dst", "bytes", "messages", "pack_segments")),
+            *(getattr(loads, name).tolist() for name in ("pack_runs", "unpack_runs")),
             strict=True,
         )
     }

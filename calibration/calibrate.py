@@ -20,7 +20,6 @@ import torch.distributed as dist
 from relaymeter.calibration.cells import Cell, Instruments
 from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, ExecutorCosts
 from relaymeter.calibration.fingerprint import world_facts
-from relaymeter.calibration.fit import curve_points, fit_costs, held_out, replicates
 from relaymeter.calibration.gather import gather_bytes, gather_json, gather_machines, wire_device
 from relaymeter.calibration.hints import RankHints, hint_warnings, rank_hints
 from relaymeter.calibration.measure import RankExchange, RankPacking, World
@@ -125,6 +124,8 @@ def build_profile(
 ) -> Profile:
     """Fit the findings. Pure but for the clock; rank 0 calls it. ``hints``: the view of each rank. Raises
     NothingMeasured where a link has no curve, and where a figure is no number."""
+    from relaymeter.calibration.fit import fit_costs, replicates  # scikit-learn: seconds, on the rank that fits alone
+
     refuse_single_sizes(findings, executors)
     found: dict[str, ExecutorProfile] = {}
     for number, executor in enumerate(executors):
@@ -195,6 +196,8 @@ def _gates(
     found: Mapping[str, ExecutorProfile],
     fingerprint: Mapping[str, Any],
 ) -> list[Gate]:
+    from relaymeter.calibration.fit import curve_points, held_out
+
     gates = []
     for executor in executors:
         for kind in (IN_NODE, CROSS_NODE):

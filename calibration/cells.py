@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 
 from relaymeter.records import median_interval
 
-__all__ = ["Cell", "Instruments", "Measure", "MeasurePacking", "PackCell", "Samples", "Sampling", "Wrong"]
+__all__ = [
+    "QUIET_SAMPLES",
+    "Cell",
+    "Instruments",
+    "Measure",
+    "MeasurePacking",
+    "PackCell",
+    "Samples",
+    "Sampling",
+    "Wrong",
+]
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

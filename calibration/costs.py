@@ -111,6 +111,8 @@ class LinkCosts:
     switch, or shared cores. Rising with their number; empty where ports do not disturb each other."""
     message_s: float
     """Seconds for each message of a rank in a round beyond its first."""
+    receiver_rail: bool = False
+    """Whether a flow leaves its node by the NIC on the receiver's rail (NCCL's PXN), not by the sender's own."""
 
     def port_out(self, nic: int) -> float:
         return self.ports_out.get(nic, self.port)

@@ -31,6 +31,8 @@ _DEFAULT_PACK = PackCosts(call_s=2e-5, segment_s=5e-6, byte_s=4e-10)
 #: Octaves over which neighbouring sizes may be averaged, and by how much less it must err than not to.
 _WIDTHS = (0.6, 1.0)
 _WIDER = 0.01
+#: Flows of one rank to a node that are together so many times as fast as alone leave by more than one NIC.
+_MANY_NICS = 1.5
 #: A factor below 1 by less than this is noise of the measurement, not a faster port.
 _NOISE = 0.05
 
@@ -191,12 +193,16 @@ def _fit_link(
     sizes, seconds = curve_points(measured, kind, executor)
     if not sizes:
         return None
-    loads = _Loads(fit_curve(sizes, seconds, widths.get((executor, kind))), kind, topology)
+    curve = fit_curve(sizes, seconds, widths.get((executor, kind)))
     cells = [cell for cell in measured if cell.executor == executor]
     mine = [cell for cell in cells if cell.pattern in _CAPACITY_PATTERNS[kind] and cell.flows]
-    fans = [loads.effective(c) / loads.total(c) for c in mine if c.pattern in (f"{kind} fan-in", f"{kind} fan-out")]
+    loads = _Loads(curve, kind, topology)
+    rail = kind == CROSS_NODE and loads.leaves_by_receiver(mine)
+    loads = _Loads(curve, kind, topology, rail)
+    shown = (f"{kind} fan-in",) if rail else (f"{kind} fan-in", f"{kind} fan-out")
+    fans = [loads.effective(c) / loads.total(c) for c in mine if c.pattern in shown]
     many = min([1.0, *(found for found in fans if found < 1 - _NOISE)])
-    ports_out, ports_in = _nics(measured, topology, many, widths) if kind == CROSS_NODE else ({}, {})
+    ports_out, ports_in = _nics(measured, topology, many, widths, rail) if kind == CROSS_NODE else ({}, {})
     every = [*ports_out.values(), *ports_in.values()]
     link = LinkCosts(
         curve=loads.curve,
@@ -210,8 +216,8 @@ def _fit_link(
         node=loads.node(mine),
         crowd={},
         message_s=_message_s(cells, kind),
+        receiver_rail=rail,
     )
-
     link = replace(link, crowd=loads.crowd(mine, link))
 
     def penalty(pattern: str) -> list[tuple[float, Cell]]:
@@ -236,7 +242,7 @@ def _fit_link(
 
 
 def _nics(
-    cells: Sequence[Cell], topology: Topology, many: float, widths: Widths
+    cells: Sequence[Cell], topology: Topology, many: float, widths: Widths, rail: bool
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Factors of the NICs, sending and receiving, from the executor that probed them: a NIC is one whoever uses it.
 
@@ -246,7 +252,7 @@ def _nics(
     if executor is None:
         return {}, {}
     width = widths.get((executor, CROSS_NODE))
-    loads = _Loads(fit_curve(*curve_points(cells, CROSS_NODE, executor), width), CROSS_NODE, topology)
+    loads = _Loads(fit_curve(*curve_points(cells, CROSS_NODE, executor), width), CROSS_NODE, topology, rail)
     wanted = _CAPACITY_PATTERNS[CROSS_NODE]
     found = loads.ports([c for c in cells if c.executor == executor and c.pattern in wanted and c.flows], many)
     usual = _settled(float(np.median([factor for side in found for factor in side.values()])))
@@ -272,12 +278,32 @@ _CAPACITY_PATTERNS = {
 class _Loads:
     """Bytes of a cell at every level, against the bytes that a lone flow moves in the cell's time."""
 
-    def __init__(self, curve: Curve, kind: str, topology: Topology) -> None:
+    def __init__(self, curve: Curve, kind: str, topology: Topology, rail: bool = False) -> None:
+        """``rail``: flows leave by the NIC on the receiver's rail."""
         self.curve = curve
+        self._topology, self._rail = topology, rail
         self._node = topology.node
         self._port = topology.nic if kind == CROSS_NODE else tuple(range(topology.world_size))
         self._nodes = dict(zip(self._port, self._node, strict=True))
         self._width = Counter(self._nodes.values())
+
+    def _ports(self, cell: Cell, side: int) -> list[int]:
+        """The port of each flow, on its sending (0) or receiving (1) side."""
+        if not (self._rail and side == 0):
+            return [self._port[flow[side]] for flow in cell.flows]
+        ends = np.asarray([flow[:2] for flow in cell.flows], dtype=np.int64).reshape(-1, 2)
+        found: list[int] = self._topology.nic_on_rail_of(ends[:, 0], ends[:, 1]).tolist()
+        return found
+
+    def leaves_by_receiver(self, cells: Sequence[Cell]) -> bool:
+        """Whether flows of one rank to several rails of a node leave by several NICs: together they are faster than a
+        lone flow, and not because a lone flow does not fill a NIC, which several flows through each NIC would show."""
+        gain = {pattern: 1.0 for pattern in ("cross_node fan-out", "dense", "rails")}
+        for cell in cells:
+            if cell.pattern in gain:
+                sent = float(max(self._by_port(cell, 0).values()))
+                gain[cell.pattern] = max(gain[cell.pattern], sent / self.effective(cell))
+        return gain["cross_node fan-out"] > _MANY_NICS * max(1.0, gain["dense"] / gain["rails"])
 
     def effective(self, cell: Cell) -> float:
         """Bytes that a lone flow moves in the cell's median time."""
@@ -297,6 +323,12 @@ class _Loads:
             found[place[flow[side]]] = found.get(place[flow[side]], 0.0) + flow[2]
         return found
 
+    def _by_port(self, cell: Cell, side: int) -> dict[int, float]:
+        found: dict[int, float] = {}
+        for port, flow in zip(self._ports(cell, side), cell.flows, strict=True):
+            found[port] = found.get(port, 0.0) + flow[2]
+        return found
+
     def ports(self, cells: Sequence[Cell], many: float) -> tuple[dict[int, float], dict[int, float]]:
         """Factor of each port, sending and receiving: of its own cells ("nic"), unless others show it to be faster.
 
@@ -306,8 +338,8 @@ class _Loads:
         other: tuple[dict[int, list[float]], dict[int, list[float]]] = ({}, {})
         for cell in cells:
             for side in (0, 1):
-                flows = Counter(self._port[flow[side]] for flow in cell.flows)
-                for port, load in self._by(cell, self._port, side).items():
+                flows = Counter(self._ports(cell, side))
+                for port, load in self._by_port(cell, side).items():
                     factor = self.effective(cell) / load * (many if flows[port] == 1 else 1.0)
                     table = own if cell.pattern == "nic" else other
                     table[side].setdefault(port, []).append(factor)
@@ -321,7 +353,7 @@ class _Loads:
         """Smallest factor of the mean bytes per port of a node, one direction, over cells that use all its ports."""
         found = []
         for cell in cells:
-            used = [{self._port[flow[side]] for flow in cell.flows} for side in (0, 1)]
+            used = [set(self._ports(cell, side)) for side in (0, 1)]
             for side in (0, 1):
                 busy = Counter(self._home(port) for port in used[side])
                 for node, load in self._by(cell, self._node, side).items():
@@ -351,8 +383,8 @@ class _Loads:
         found = []
         for side, factor in ((0, link.port_out), (1, link.port_in)):
             flows: dict[int, list[float]] = {}
-            for flow in cell.flows:
-                flows.setdefault(self._port[flow[side]], []).append(float(flow[2]))
+            for port, flow in zip(self._ports(cell, side), cell.flows, strict=True):
+                flows.setdefault(port, []).append(float(flow[2]))
             found.append(np.asarray([_through(sizes, factor(port)) for port, sizes in flows.items()]))
         return found
 
@@ -360,7 +392,7 @@ class _Loads:
         """Effective bytes that pair, ports, node and cluster predict for the cell without any penalty."""
         found = [float(cell.size), *(float(link.crowded(side[None, :])[0]) for side in self._ports_of(cell, link))]
         for side, factor in ((0, link.port_out), (1, link.port_in)):
-            found += [load * factor(port) for port, load in self._by(cell, self._port, side).items()]
+            found += [load * factor(port) for port, load in self._by_port(cell, side).items()]
             found += [load * link.node / self._width[node] for node, load in self._by(cell, self._node, side).items()]
         return max(found)
 

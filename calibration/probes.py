@@ -40,7 +40,7 @@ _FIRST_SHARE = 0.62
 _NIC_CALL_S = 0.1
 #: What is packed: bytes of a run, runs, and strided copies that they are spread over.
 _PACKED = (
-    (16, 1024, 16), (16, 65536, 1), (64, 1024, 1024), (256, 4096, 1), (1024, 16, 16), (1024, 1024, 1024),
+    (16, 65536, 1), (16, 1024, 16), (64, 1024, 1024), (256, 4096, 1), (1024, 16, 16), (1024, 1024, 1024),
     (1024, 1024, 1), (16384, 1, 1), (16384, 64, 64), (16384, 256, 16), (1 << 20, 4, 4),
 )  # fmt: skip
 _CROWD_BYTES = 16384
@@ -57,6 +57,7 @@ class Prober(Recorder):
         if topology.world_size < 2:
             raise NothingMeasured("a world of one rank has no link to measure: start at least two ranks")
         super().__init__(instruments, topology, settings)
+        self._first = True
         self._progress = progress or (lambda fraction, text: None)
         node = next((n for n in range(topology.nodes) if len(topology.ranks_of(n)) > 1), None)
         ranks = () if node is None else topology.ranks_of(node)
@@ -71,7 +72,7 @@ class Prober(Recorder):
             begun += (_FIRST_SHARE if number == 0 else (1 - _FIRST_SHARE) / (len(executors) - 1)) * _PROBE_SHARE
             until = self.settings.budget_s * (_PROBE_SHARE if len(executors) == 1 else begun)
             for name, step in self._steps(number == 0):
-                steps.append((f"{executor}: {name}", self._under(executor, until, step)))
+                steps.append((f"{executor}: {name}", self._under(executor, number == 0, until, step)))
         steps.append(("packing", self._packing))
         for number, (name, step) in enumerate(steps):
             self._progress(number / len(steps), name)
@@ -85,8 +86,9 @@ class Prober(Recorder):
             )
         return self.found
 
-    def _under(self, executor: str, until_s: float, step: Callable[[], None]) -> Callable[[], None]:
+    def _under(self, executor: str, first: bool, until_s: float, step: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
+            self._first = first
             self.begin(executor, until_s)
             step()
 
@@ -132,7 +134,7 @@ class Prober(Recorder):
             rate = size / cell.median_s
             flat = flat + 1 if rate < 1.03 * best and size >= LEAST_END_BYTES else 0
             best = max(best, rate)
-            coarse = (self.hurried or self.settings.coarse) and size < (1 << 20)
+            coarse = (self.hurried or self.settings.coarse) and size < (1 << 20 if self._first else LEAST_END_BYTES)
             factor = 4 if size < (16 << 10) or coarse else 2
             expected = cell.median_s * (factor if size >= 65536 else 1)
             smallest = smallest or cell.median_s
@@ -354,7 +356,7 @@ class Prober(Recorder):
         home = self.topology.ranks_of(self._near[0] if self._near is not None else 0)
         crowds = {len(ranks): ranks for ranks in (home[:1], home, tuple(range(self.topology.world_size)))}
         for direction in ("pack", "unpack"):
-            for run, runs, copies in _PACKED:
+            for run, runs, copies in _PACKED[:: 2 if self.settings.coarse else 1]:
                 # Long runs are what memory and cores are shared for; the others are measured on one node.
                 for ranks in crowds.values() if run >= _CROWD_BYTES else (home,):
                     sampling = Sampling(warmups=2, seconds=self.settings.cell_s / 3)

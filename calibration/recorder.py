@@ -25,7 +25,7 @@ __all__ = ["LEAST_END_BYTES", "LEAST_MATRICES", "Findings", "Recorder", "Setting
 #: The largest message per pair (larger ones are where misplaced blocks were seen in the field).
 MESSAGE_CAP_BYTES = 256 << 20
 #: About as many cells as one executor takes; only the pace within the budget depends on it.
-_CELLS = 60
+_CELLS = 70
 #: Exchanges of more bytes in all are timed one by one.
 _SERIES_BYTES = 4 << 20
 #: So many uneven matrices are measured whatever the budget: without them the error of the prices is unknown.
@@ -44,23 +44,28 @@ class Settings:
     """A large flow is sized to take about this long."""
     largest_s: float = 0.25
     """A curve ends before a call takes longer than this, whether its rate is flat or not."""
-    cell_s: float = 0.5
-    """Wall time of a noisy cell."""
+    cell_s: float = 0.3
+    """Wall time of a noisy cell in one epoch."""
     pairs: int = 16
     """Directed pairs of each kind that are held against each other."""
     matrices: int = 6
     """Random uneven matrices per executor, measured for the error of the prices and never fitted."""
     coarse: bool = False
-    """Fewer sizes below 1 MiB."""
+    """Fewer sizes below 1 MiB (of the second executor below 4 MiB), and fewer kinds of packing."""
+    message_bytes: int = MESSAGE_CAP_BYTES
+    """Largest message that is measured."""
     replicates: int = 32
     """Bootstrap replicates of all costs."""
     epochs: int = 4
     """Most epochs that a cell is measured in, in another order each, as long as its samples do not agree."""
 
     @classmethod
-    def short(cls, budget_s: float = 20.0) -> Settings:
+    def short(cls, budget_s: float = 14.0) -> Settings:
         """``--quick``: fewer sizes, samples and matrices."""
-        return cls(budget_s=budget_s, call_s=0.045, largest_s=0.12, cell_s=0.15, pairs=4, matrices=4, coarse=True)
+        return cls(
+            budget_s=budget_s, call_s=0.045, largest_s=0.1, cell_s=0.1, pairs=4, matrices=4, coarse=True,
+            message_bytes=32 << 20, replicates=16, epochs=2,
+        )  # fmt: skip
 
 
 @dataclass
@@ -104,7 +109,7 @@ class Recorder:
     @property
     def largest_bytes(self) -> int:
         """Largest message that is measured."""
-        return min(self.instruments.largest_bytes, MESSAGE_CAP_BYTES)
+        return min(self.instruments.largest_bytes, self.settings.message_bytes)
 
     def begin(self, executor: str, until_s: float) -> None:
         """Go on with ``executor``, whose share of the budget ends at ``until_s`` of spent time."""

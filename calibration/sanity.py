@@ -31,7 +31,8 @@ def _unsound(value: Any, path: str, optional: bool) -> Iterator[str]:
     if is_dataclass(value):
         for field in fields(value):
             inner = f"{path}.{field.name}" if path else field.name
-            yield from _unsound(getattr(value, field.name), inner, "None" in str(field.type))
+            if str(field.type) != "bool" or not isinstance(getattr(value, field.name), bool):
+                yield from _unsound(getattr(value, field.name), inner, "None" in str(field.type))
     elif isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _unsound(entry, f"{path}.{key}", False)

@@ -60,20 +60,22 @@ def simulated_rows(
 
 
 def _rows(run: SimulatedRun, move: PlannedMove, executor: str) -> list[MoveRecord]:
-    routes = dict(move.uniform())
-    picked = _chosen(run, move, executor)
-    if picked is not None:
-        routes[_CHOSEN] = picked
-    made = {name: (codes, *move.schedule(codes)) for name, codes in routes.items()}
-    chosen = made[_CHOSEN][1].input_hash if picked is not None else None
+    """The chosen route is timed first, so that others know whether they are the same; schedules of large worlds are
+    large, so only one is held at a time."""
     times: dict[bytes, tuple[float, ...]] = {}
-    rows = []
-    for name, (codes, schedule, schedule_s) in made.items():
+
+    def row(route: str, codes: Codes, chosen: bytes | None) -> tuple[MoveRecord, bytes]:
+        schedule, schedule_s = move.schedule(codes)
         same = schedule.input_hash
         if same not in times:
             times[same] = run.cluster.move_times(schedule.loads(executor), executor, run.repeats)
-        rows.append(_row(run, move, executor, name, codes, schedule, schedule_s, times[same], same == chosen))
-    return rows
+        picked = chosen == same or route == _CHOSEN
+        return _row(run, move, executor, route, codes, schedule, schedule_s, times[same], picked), same
+
+    codes = _chosen(run, move, executor)
+    last, chosen = (None, None) if codes is None else row(_CHOSEN, codes, None)
+    rows = [row(name, uniform, chosen)[0] for name, uniform in move.uniform().items()]
+    return rows if last is None else [*rows, last]
 
 
 def _priced(run: SimulatedRun, executor: str) -> Profile | None:

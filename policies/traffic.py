@@ -43,7 +43,9 @@ class Traffic:
         least = 1.0 if kind == CROSS_NODE else 0.0
         fan_out, fan_in = max(link.fan_out, least), max(link.fan_in, least)
         if not (kind == CROSS_NODE and link.port < 1 - _SMALL and fan_out == fan_in == 1):
-            both = self._both(self._fan(out, out_key, fan_out), self._fan(into, in_key, fan_in))
+            # What leaves by several NICs is bound by each of them, below, not by one.
+            sending = np.zeros_like(out) if link.receiver_rail else self._fan(out, out_key, fan_out)
+            both = self._both(sending, self._fan(into, in_key, fan_in))
             effective = np.maximum(effective, both)
         busy = (out + into) > 0
         effective = np.maximum(effective, self._shared(out, into, kind, measured))
@@ -131,9 +133,18 @@ class Traffic:
             usual = np.full(ports, link.port)
             factor_out = np.asarray([link.port_out(n) for n in names.tolist()]) if measured else usual
             factor_in = np.asarray([link.port_in(n) for n in names.tolist()]) if measured else usual
-            sent = self._through(self._round * ports + port[self._src], grouped(out, port, ports), factor_out)
+            leaving = port[self._src]
+            if link.receiver_rail:
+                leaving = np.searchsorted(names, topology.nic_on_rail_of(self._src, self._dst))
+            key = self._round * ports + leaving
+            carried = np.bincount(key, weights=self._bytes, minlength=self._rounds * ports).astype(np.float64)
+            sent = self._through(key, carried.reshape(self._rounds, ports), factor_out)
             received = self._through(self._round * ports + port[self._dst], grouped(into, port, ports), factor_in)
-            found = self._both(sent, received)[:, port]
+            through = self._both(sent, received)
+            found = through[:, port]
+            if link.receiver_rail:
+                out_key = self._round * self._world + self._src
+                found = np.maximum(found, self._largest(out_key, through.reshape(-1)[key]))
         home = np.zeros(ports, dtype=np.int64)
         home[port] = node
         width = np.bincount(home, minlength=topology.nodes)

@@ -74,6 +74,21 @@ class Topology:
         """``nic`` as an int64 array of length world_size."""
         return np.asarray(self.nic, dtype=np.int64)
 
+    @cached_property
+    def _rails(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Each rank's rail (place of its NIC among its node's); the NIC of each node on each rail (nodes, rails)."""
+        ports = [self.nics_of(node) for node in range(self.nodes)]
+        rail = [ports[node].index(nic) for node, nic in zip(self.node, self.nic, strict=True)]
+        most = max(len(nics) for nics in ports)
+        table = [[nics[place % len(nics)] for place in range(most)] for nics in ports]
+        return np.asarray(rail, dtype=np.int64), np.asarray(table, dtype=np.int64)
+
+    def nic_on_rail_of(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.int64]:
+        """NICs (n) of the senders' nodes that are on the rails of the receivers; ranks ``src``, ``dst`` (n)."""
+        rail, table = self._rails
+        found: NDArray[np.int64] = table[self.node_array[src], rail[dst]]
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         return {"node": list(self.node), "nic": list(self.nic)}
 

@@ -129,10 +129,10 @@ def build_profile(
     refuse_single_sizes(findings, executors)
     found: dict[str, ExecutorProfile] = {}
     for number, executor in enumerate(executors):
-        costs = fit_costs(findings.cells, findings.pack_cells, findings.topology, executor)
-        drawn = replicates(
-            findings.cells, findings.pack_cells, findings.topology, executor, settings.replicates, seed=number + 1
-        )
+        like = found[executors[0]].costs if number else None
+        measured = findings.cells, findings.pack_cells, findings.topology, executor
+        costs = fit_costs(*measured, like=like)
+        drawn = replicates(*measured, settings.replicates, seed=number + 1, like=like)
         for problem in (text for one in (costs, *drawn) for text in unsound(one)):
             raise NothingMeasured(f"{executor}: {problem}, of which no price can be made: calibrate again")
         found[executor] = ExecutorProfile(costs, drawn, _intervals(costs, drawn))

@@ -140,19 +140,25 @@ def fit_costs(
     topology: Topology,
     executor: str,
     widths: Widths | None = None,
+    like: ExecutorCosts | None = None,
 ) -> ExecutorCosts:
-    """All costs of ``executor``; ``widths``: of its curves, by default the best. Raises NothingMeasured where no curve
-    has two sizes."""
+    """All costs of ``executor``; ``widths``: of its curves, by default the best; ``like``: another executor's costs,
+    which stand in for how nodes, the cluster and stages share where that was not measured. Raises NothingMeasured where
+    no curve has two sizes."""
     widths = _widths(cells) if widths is None else widths
     mine = [cell for cell in cells if cell.executor == executor]
     empty = {cell.calls: cell.median_s for cell in mine if cell.pattern == "empty"}
     links = {kind: _fit_link(cells, kind, topology, executor, widths) for kind in (IN_NODE, CROSS_NODE)}
+    for kind, link in links.items():
+        other = None if like is None else like.link(kind)
+        if link is not None and other is not None and not _shared_was_measured(mine, kind):
+            links[kind] = replace(link, node=other.node, crowd=other.crowd)
     if not any(links.values()):
         raise NothingMeasured(f"no link was measured with {executor}")
     return ExecutorCosts(
         floor_s=empty[max(empty)] if empty else 0.0,
         call_s=empty.get(1, 0.0),
-        overlap=_overlap(mine),
+        overlap=_overlap(mine, like),
         in_node=links[IN_NODE],
         cross_node=links[CROSS_NODE],
         pack=_fit_pack(pack_cells, "pack"),
@@ -161,14 +167,22 @@ def fit_costs(
 
 
 def replicates(
-    cells: Sequence[Cell], pack_cells: Sequence[PackCell], topology: Topology, executor: str, count: int, seed: int
+    cells: Sequence[Cell],
+    pack_cells: Sequence[PackCell],
+    topology: Topology,
+    executor: str,
+    count: int,
+    seed: int,
+    like: ExecutorCosts | None = None,
 ) -> tuple[ExecutorCosts, ...]:
     """``count`` bootstrap fits: the samples of every cell drawn anew with replacement."""
     rng, widths = np.random.default_rng(seed), _widths(cells)
-    return tuple(
-        fit_costs([c.resampled(rng) for c in cells], [p.resampled(rng) for p in pack_cells], topology, executor, widths)
-        for _ in range(count)
-    )
+    found = []
+    for _ in range(count):
+        drawn = [cell.resampled(rng) for cell in cells]
+        packed = [cell.resampled(rng) for cell in pack_cells]
+        found.append(fit_costs(drawn, packed, topology, executor, widths, like))
+    return tuple(found)
 
 
 def _widths(cells: Sequence[Cell]) -> Widths:
@@ -426,10 +440,16 @@ def _message_s(cells: Sequence[Cell], kind: str) -> float:
     return max(0.0, (found[most] - found[min(found)]) / (most - min(found)))
 
 
-def _overlap(cells: Sequence[Cell]) -> float:
+def _shared_was_measured(cells: Sequence[Cell], kind: str) -> bool:
+    """Whether all ports of a node, or of all nodes, were busy at once."""
+    wanted = "in_node all pairs" if kind == IN_NODE else "dense"
+    return any(cell.pattern.startswith(wanted) for cell in cells)
+
+
+def _overlap(cells: Sequence[Cell], like: ExecutorCosts | None) -> float:
     found = {c.pattern: c.median_s for c in cells if c.pattern.startswith("overlap ")}
     if len(found) < 3:
-        return 0.0
+        return 0.0 if like is None else like.overlap
     near, far, both = found["overlap in node"], found["overlap cross"], found["overlap both"]
     return float(np.clip((near + far - both) / min(near, far), 0.0, 1.0))
 

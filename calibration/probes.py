@@ -36,6 +36,9 @@ Progress = Callable[[float, str], None]
 #: follows, and further epochs of what scatters take the rest.
 _PROBE_SHARE = 0.78
 _FIRST_SHARE = 0.62
+#: Smallest message of a curve; the others are multiples by powers of two. No power of two itself: those that just pass
+#: what a network card segments at once (64 KiB) take up to twice as long as their neighbours, and moves rarely have them.
+_FIRST_BYTES = 11 * 128
 #: A single NIC is timed with flows of about this long even in the short form: its rate is what bounds are made of.
 _NIC_CALL_S = 0.1
 #: What is packed: bytes of a run, runs, and strided copies that they are spread over.
@@ -100,9 +103,9 @@ class Prober(Recorder):
             steps.append(("shared NICs", self._sharing))
         steps += [
             ("both directions", self._two_way),
+            ("overlap of stages", self._overlap),
             ("nodes at once", self._nodes),
             ("inside nodes", self._inside),
-            ("overlap of stages", self._overlap),
             ("uneven matrices", self._matrices),
         ]
         if first:
@@ -126,7 +129,7 @@ class Prober(Recorder):
         Flat: two sizes in a row, of 4 MiB or more, are no faster than the best before them by 3 %; or the latency is
         nothing beside the time. A curve goes on to 4 MiB unless a call would take four times as long as it may.
         """
-        size, expected, best, flat, smallest = 1024, 1e-3, 0.0, 0, 0.0
+        size, expected, best, flat, smallest = _FIRST_BYTES, 1e-3, 0.0, 0, 0.0
         while size <= self.largest_bytes:
             cell = self.cell(f"{kind} curve", [(src, dst, size)], expected, essential=True)
             if cell is None:
@@ -314,11 +317,11 @@ class Prober(Recorder):
                 self.cell("in_node apart", apart, expected)
 
     def _overlap(self) -> None:
-        """Stage one between nodes and stage two inside the receiving node: each alone, then together."""
+        """Stage one between nodes and stage two inside the receiving node, half as long: each alone, then together."""
         if self._near is None or self._far is None or len(self.topology.ranks_of(1)) < 2:
             return
-        far, expected = self.flow_bytes(CROSS_NODE, self.settings.call_s / 2)
-        near, _ = self.flow_bytes(IN_NODE, self.settings.call_s / 2)
+        far, expected = self.flow_bytes(CROSS_NODE, self.settings.call_s)
+        near, _ = self.flow_bytes(IN_NODE, expected / 2)
         across = patterns.rails(self.topology, 0, 1, far)
         inside = patterns.all_pairs(
             self.topology, [1], max(16, near // (len(self.topology.ranks_of(1)) - 1) // 16 * 16)
@@ -333,9 +336,8 @@ class Prober(Recorder):
             return
         for kind, known in ((IN_NODE, self._near and self._near[1:]), (CROSS_NODE, self._far)):
             if known is not None:
-                flows = [(known[0], known[1], 1 << 20)]
-                curve = {cell.size: cell.median_s for cell in self.of(f"{kind} curve")}
-                expected = curve.get(1 << 20, 1e-2)
+                size, expected = self.flow_bytes(kind, self.settings.call_s / 3)
+                flows = [(known[0], known[1], size)]
                 self.cell(f"{kind} messages", flows, expected)
                 self.cell(f"{kind} messages", flows, expected, messages=16)
 

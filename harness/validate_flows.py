@@ -23,7 +23,7 @@ __all__ = ["FAMILIES", "flow_cases"]
 FAMILIES = (("plain", (), 11), ("two-way", ("two-way",), 4), ("in-node", ("in-node",), 4), ("incast", ("incast",), 4))
 #: Seeds of matrices: calibration draws its own from another.
 _SEED = 90_210
-#: Held-out sizes are one and a half times these powers of two.
+#: Held-out sizes are 31/16 of these powers of two: half way, in the logarithm, between those that calibration fits.
 _FIRST, _LAST = 10, 27
 _STEP_BELOW = 3
 _LARGE = 1 << 20
@@ -84,7 +84,7 @@ class _Maker:
                 continue
             powers = (k for k in range(_FIRST, _LAST) if 1 << k >= _LARGE or not (k - _FIRST) % _STEP_BELOW)
             for power in powers:
-                size = 3 << (power - 1)
+                size = 31 << (power - 4)
                 seconds = float(link.curve.time(np.asarray([size], dtype=np.float64))[0])
                 if size > 1.25 * link.curve.largest or (seconds > largest_s and size > 2 * _LARGE):
                     break

@@ -38,6 +38,8 @@ _CHECKED_BYTES = 4 << 20
 #: Successive calls go through about this much memory on each side before they come back to the same place.
 _RING_BYTES = 64 << 20
 _PACK_RING_BYTES = 32 << 20
+#: Packing of at least so many bytes is repeated up to so many in a sample.
+_LONG_BYTES, _PACKED_BYTES = 4 << 20, 128 << 20
 _TURNS = 32
 
 
@@ -289,8 +291,16 @@ class RankPacking:
         if direction not in ("pack", "unpack") or runs % copies or run_bytes % 2:
             raise InputError(f"{direction} of {runs} runs of {run_bytes} bytes by {copies} copies cannot be measured")
         ranks = ranks or self._world.topology.ranks_of(0)
-        call = self._prepare(direction, run_bytes, runs, copies) if self._world.rank in ranks else _nothing
-        return self._clock.sample(call, _nothing, float(run_bytes * runs * len(ranks)), sampling or Sampling())
+        once = self._prepare(direction, run_bytes, runs, copies) if self._world.rank in ranks else _nothing
+        # Ranks leave a barrier one after the other: what they do at once has to last longer than that takes.
+        often = max(1, _PACKED_BYTES // (run_bytes * runs)) if run_bytes * runs >= _LONG_BYTES else 1
+
+        def call() -> None:
+            for _ in range(often):
+                once()
+
+        samples = self._clock.sample(call, _nothing, float(run_bytes * runs * len(ranks)), sampling or Sampling())
+        return Samples(tuple(taken / often for taken in samples.times_s), samples.spent_s)
 
     def _prepare(self, direction: str, run_bytes: int, runs: int, copies: int) -> Callable[[], None]:
         """Copies between a storage with a gap after every run and a message, through the very ``Copies`` of a move.

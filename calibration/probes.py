@@ -36,8 +36,8 @@ Progress = Callable[[float, str], None]
 #: follows, and further epochs of what scatters take the rest.
 _PROBE_SHARE = 0.78
 _FIRST_SHARE = 0.62
-#: Smallest message of a curve; the others are multiples by powers of two. No power of two itself: those that just pass
-#: what a network card segments at once (64 KiB) take up to twice as long as their neighbours, and moves rarely have them.
+#: Smallest message of a curve; the others are multiples by powers of two. No power of two itself: messages that just
+#: pass what a network card segments at once (64 KiB) take up to twice as long as others, and are rare in moves.
 _FIRST_BYTES = 11 * 128
 #: A single NIC is timed with flows of about this long even in the short form: its rate is what bounds are made of.
 _NIC_CALL_S = 0.1
@@ -46,7 +46,7 @@ _PACKED = (
     (16, 65536, 1), (16, 1024, 16), (64, 1024, 1024), (256, 4096, 1), (1024, 16, 16), (1024, 1024, 1024),
     (1024, 1024, 1), (16384, 1, 1), (16384, 64, 64), (16384, 256, 16), (1 << 20, 4, 4),
 )  # fmt: skip
-_CROWD_BYTES = 16384
+_CROWD_BYTES = 4 << 20
 #: A curve ends, too, where a call takes so many times what the smallest message takes: its latency is nothing then.
 _LATENCIES = 50
 
@@ -359,8 +359,8 @@ class Prober(Recorder):
         crowds = {len(ranks): ranks for ranks in (home[:1], home, tuple(range(self.topology.world_size)))}
         for direction in ("pack", "unpack"):
             for run, runs, copies in _PACKED[:: 2 if self.settings.coarse else 1]:
-                # Long runs are what memory and cores are shared for; the others are measured on one node.
-                for ranks in crowds.values() if run >= _CROWD_BYTES else (home,):
+                # Where much is packed memory and cores are shared; the rest is measured on one node.
+                for ranks in crowds.values() if run * runs >= _CROWD_BYTES else (home,):
                     sampling = Sampling(warmups=2, seconds=self.settings.cell_s / 3)
                     samples = measure(direction, run, runs, copies=copies, ranks=ranks, sampling=sampling)
                     self.found.spent_s += samples.spent_s

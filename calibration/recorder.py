@@ -52,8 +52,6 @@ class Settings:
     """Random uneven matrices per executor, measured for the error of the prices and never fitted."""
     coarse: bool = False
     """Fewer sizes below 1 MiB (of the second executor below 4 MiB), and fewer kinds of packing."""
-    message_bytes: int = MESSAGE_CAP_BYTES
-    """Largest message that is measured."""
     replicates: int = 32
     """Bootstrap replicates of all costs."""
     epochs: int = 4
@@ -63,8 +61,8 @@ class Settings:
     def short(cls, budget_s: float = 12.0) -> Settings:
         """``--quick``: fewer sizes, samples and matrices."""
         return cls(
-            budget_s=budget_s, call_s=0.045, largest_s=0.1, cell_s=0.1, pairs=4, matrices=4, coarse=True,
-            message_bytes=32 << 20, replicates=16, epochs=2,
+            budget_s=budget_s, call_s=0.045, largest_s=0.025, cell_s=0.1, pairs=4, matrices=4, coarse=True,
+            replicates=16, epochs=2,
         )  # fmt: skip
 
 
@@ -109,7 +107,7 @@ class Recorder:
     @property
     def largest_bytes(self) -> int:
         """Largest message that is measured."""
-        return min(self.instruments.largest_bytes, self.settings.message_bytes)
+        return min(self.instruments.largest_bytes, MESSAGE_CAP_BYTES)
 
     def begin(self, executor: str, until_s: float) -> None:
         """Go on with ``executor``, whose share of the budget ends at ``until_s`` of spent time."""

@@ -41,8 +41,8 @@ class SimulatedMove:
         self._flows, self._latency = paths.flows(self._src, self._dst, loads.bytes[away], executor)
         out, into = self._key(loads.round, loads.src), self._key(loads.round, loads.dst)
         apart = loads.src != loads.dst
-        self._pack = self._copying(packing, "pack", out, loads.pack_segments * apart, loads.pack_bytes * apart)
-        self._unpack = self._copying(packing, "unpack", into, loads.unpack_segments * apart, loads.unpack_bytes * apart)
+        self._pack = self._copying(packing, "pack", out, loads.copies * apart, loads.pack_bytes * apart)
+        self._unpack = self._copying(packing, "unpack", into, loads.copies * apart, loads.unpack_bytes * apart)
         self._local = self._copying(packing, "unpack", into, (~apart).astype(np.int64), loads.bytes * ~apart)
         sent = self._sum(out, loads.messages * apart)
         received = self._sum(into, loads.messages * apart)

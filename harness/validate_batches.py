@@ -124,7 +124,7 @@ def _gain(expecter: Expecter, threshold: Threshold, elements: int, bucket: int) 
     """Share of direct's predicted time that the threshold's route saves, and that time."""
     move = plan_spec(MoveSpec("batch", (BATCH_BLOCKS, elements, threshold.fanout), bucket), expecter.topology)
     direct, other = (
-        expecter.price(move.schedule(move.groups.uniform(code))[0].loads(expecter.executor)).total_s
+        expecter.price(move.schedule(move.groups.uniform(code))[0].loads(expecter.executor).apart()).total_s
         for code in (DIRECT, _ROUTE_OF[threshold.kind])
     )
     return 1 - other / direct, direct

@@ -22,10 +22,23 @@ from relaymeter.records import dump_json
 from relaymeter.relayout.segments import RoundLoads
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["MIXED", "Agenda", "Expected", "Expecter", "FlowCase", "MoveCase", "MoveSpec", "Observed", "Threshold"]
+__all__ = [
+    "APART",
+    "MIXED",
+    "Agenda",
+    "Expected",
+    "Expecter",
+    "FlowCase",
+    "MoveCase",
+    "MoveSpec",
+    "Observed",
+    "Threshold",
+]
 
 #: The route of a move whose blocks do not all take one route.
 MIXED = "mixed"
+#: Kinds of moves whose storages lie so that every segment is a copy of its own.
+APART = ("batch", "mix")
 
 
 @dataclass(frozen=True)

@@ -143,4 +143,4 @@ def _best_mix(expecter: Expecter, spec: MoveSpec) -> _Box | None:
 
 
 def _seconds(expecter: Expecter, move: PlannedMove, codes: NDArray[np.int8]) -> float:
-    return expecter.price(move.schedule(codes)[0].loads(expecter.executor)).total_s
+    return expecter.price(move.schedule(codes)[0].loads(expecter.executor).apart()).total_s

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from relaymeter.calibration.profiles import Profile
 from relaymeter.harness.moves import PlannedMove
-from relaymeter.harness.validate_cases import MIXED, Expecter, MoveCase, MoveSpec
+from relaymeter.harness.validate_cases import APART, MIXED, Expecter, MoveCase, MoveSpec
 from relaymeter.policies.choose import choose
 from relaymeter.relayout.bounds import lower_bound
+from relaymeter.relayout.schedule import Schedule
 from relaymeter.relayout.segments import RoundLoads
 
 __all__ = ["load_key", "route_cases"]
@@ -25,7 +26,7 @@ __all__ = ["load_key", "route_cases"]
 def load_key(loads: RoundLoads) -> bytes:
     """Equal for two schedules exactly when they ask the same of the cluster, round by round."""
     columns = (loads.round, loads.src, loads.dst, loads.bytes, loads.messages, loads.pack_bytes, loads.pack_segments)
-    more = (loads.unpack_bytes, loads.unpack_segments, loads.pack_runs, loads.unpack_runs)
+    more = (loads.unpack_bytes, loads.unpack_segments, loads.pack_runs, loads.unpack_runs, loads.copies)
     used = int(loads.round.max(initial=-1)) + 1  # rounds at the end in which nothing moves make no difference
     return b"".join([str(used).encode(), *(column.tobytes() for column in (*columns, *more))])
 
@@ -49,17 +50,22 @@ def route_cases(
     executor = expecter.executor
     found = choose(
         move.plan, move.topology, profile, bucket_bytes=move.bucket_bytes, executor=executor, groups=move.groups,
-        thresholds=False,
+        thresholds=False, joined=kind not in APART,
     )  # fmt: skip
-    picked = load_key(move.schedule(found.route)[0].loads(executor))
+
+    def loads_of(schedule: Schedule) -> RoundLoads:
+        loads = schedule.loads(executor)
+        return loads.apart() if kind in APART else loads
+
+    picked = load_key(loads_of(move.schedule(found.route)[0]))
     routes = {**move.uniform(), **({} if mixed is None else {MIXED: mixed})}
-    if mixed is None or expecter.price(move.schedule(mixed)[0].loads(executor)).total_s >= found.chosen.total_s:
+    if mixed is None or expecter.price(loads_of(move.schedule(mixed)[0])).total_s >= found.chosen.total_s:
         routes[MIXED] = found.route  # left out below where it is a uniform route
     bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate).seconds
     cases: dict[bytes, MoveCase] = {}
     for route, codes in routes.items():
         schedule, _ = move.schedule(codes)
-        loads = schedule.loads(executor)
+        loads = loads_of(schedule)
         key = load_key(loads)
         if key in cases:
             continue

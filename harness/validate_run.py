@@ -15,7 +15,7 @@ from relaymeter.calibration.cells import Instruments, Measure
 from relaymeter.calibration.profiles import Profile
 from relaymeter.harness.jobs import RunStamp
 from relaymeter.harness.validate_agenda import Extent, make_agenda
-from relaymeter.harness.validate_cases import Agenda, MoveCase, Observed
+from relaymeter.harness.validate_cases import APART, Agenda, MoveCase, Observed
 from relaymeter.harness.validate_measure import MeasureMoves, Progress, Repeats, measure_flows
 from relaymeter.harness.validate_moves import plan_spec
 from relaymeter.harness.validate_rows import About, flow_rows, move_rows
@@ -62,6 +62,7 @@ def _simulated_moves(cluster: ClusterModel, topology: Topology) -> MeasureMoves:
         for number, case in enumerate(cases):
             progress(number / len(cases))
             loads = plan_spec(case.spec, topology, case.name).schedule(case.route_array)[0].loads(case.executor)
+            loads = loads.apart() if case.kind in APART else loads
             found.append(Observed(cluster.move_times(loads, case.executor, repeats.least), 0, 0))
         return found
 

@@ -107,14 +107,16 @@ def choose(
     executor: str,
     groups: BlockGroups | None = None,
     thresholds: bool = True,
+    joined: bool = True,
 ) -> Choice:
     """Choose a route for every block class of ``plan``. Pure.
 
-    ``groups`` spares computing them again; ``thresholds`` False leaves those empty. Raises InputError where the profile
-    lacks the executor or a kind of link that the move uses.
+    ``groups`` spares computing them again; ``thresholds`` False leaves those empty; ``joined`` False prices each
+    segment as a copy of its own (``RoundLoads.apart``). Raises InputError where the profile lacks the executor or a
+    kind of link that the move uses.
     """
     groups = block_groups(plan, topology) if groups is None else groups
-    search = _Search(plan, topology, profile, bucket_bytes, executor, groups)
+    search = _Search(plan, topology, profile, bucket_bytes, executor, groups, joined)
     candidates = {name: search.price(groups.uniform(ROUTES.index(name))) for name in groups.candidates}
     fixed = search.price(fixed_route(groups))
     codes, chosen = search.best(candidates)
@@ -158,7 +160,9 @@ class _Search:
         bucket_bytes: int,
         executor: str,
         groups: BlockGroups,
+        joined: bool,
     ) -> None:
+        self._joined = joined
         self.plan, self.topology, self.profile = plan, topology, profile
         self.bucket_bytes, self.executor, self.groups = bucket_bytes, executor, groups
         self.pricer = Pricer(profile, topology, executor)
@@ -178,6 +182,7 @@ class _Search:
 
     def _build(self, plan: MovePlan, codes: Codes) -> Price:
         loads = build_schedule(plan, self.topology, codes, self.bucket_bytes).loads(self.executor)
+        loads = loads if self._joined else loads.apart()
         self._rows = max(self._rows, len(loads.src))
         return self.pricer.price(loads)
 

@@ -76,7 +76,7 @@ def flow_loads(flows: list[Flow]) -> RoundLoads:
     """A single round of flows (src, dst, bytes), one message each, nothing packed: what a calibration cell moves."""
     src, dst, size = (np.asarray([flow[k] for flow in flows], dtype=np.int64) for k in range(3))
     none = np.zeros(len(flows), dtype=np.int64)
-    return RoundLoads(1, none, src, dst, size, none + 1, none, none, none, none, none, none)
+    return RoundLoads(1, none, src, dst, size, none + 1, none, none, none, none, none, none, none)
 
 
 class Pricer:
@@ -167,19 +167,19 @@ class Pricer:
         floor = costs.floor_s
         busy_near, busy_far = seconds[IN_NODE] > 0, seconds[CROSS_NODE] > 0
         near_s = np.where(busy_near, np.maximum(seconds[IN_NODE] - floor, 0.0), 0.0)
+        once = local.astype(np.int64)
+        within = self._packing(costs.unpack, loads, loads.dst, loads.bytes * once, once, once)
+        if costs.in_node is not None and costs.in_node.crowd:
+            # Exchanges inside nodes share cores or memory with each other, and so with copies within a rank.
+            near_s, within = near_s + within, np.zeros(shape)
         far_s = np.where(busy_far, np.maximum(seconds[CROSS_NODE] - floor, 0.0), 0.0)
         communicate = np.maximum(near_s, far_s) + (1 - costs.overlap) * np.minimum(near_s, far_s)
         # Every rank takes part in an all-to-all; with send-recv a rank without a message makes no call.
         present = np.ones(shape, dtype=bool) if self.executor == "all-to-all" else busy_near | busy_far
-        communicate = np.where(present, communicate + floor, 0.0)
-        # Copies within a rank run beside its exchange.
-        once = local.astype(np.int64)
-        within = self._packing(costs.unpack, loads, loads.dst, loads.bytes * once, once, once)
+        communicate = communicate + np.where(present, floor, 0.0)
         communicate = np.maximum(communicate, within)
-        pack = self._packing(costs.pack, loads, loads.src, loads.pack_bytes, loads.pack_segments, loads.pack_runs)
-        unpack = self._packing(
-            costs.unpack, loads, loads.dst, loads.unpack_bytes, loads.unpack_segments, loads.unpack_runs
-        )
+        pack = self._packing(costs.pack, loads, loads.src, loads.pack_bytes, loads.copies, loads.pack_runs)
+        unpack = self._packing(costs.unpack, loads, loads.dst, loads.unpack_bytes, loads.copies, loads.unpack_runs)
         return RoundTerms(pack, communicate, unpack, near_s, far_s, extrapolated)
 
     def _link(self, kind: str) -> LinkCosts:

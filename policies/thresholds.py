@@ -100,7 +100,7 @@ class _Rows:
         table = np.asarray(self._rows, dtype=np.int64).reshape(-1, 7)
         number, src, dst, size, messages, packed, segments = table.T
         return RoundLoads(
-            rounds, number, src, dst, size, messages, packed, segments, packed, segments, segments, segments
+            rounds, number, src, dst, size, messages, packed, segments, packed, segments, segments, segments, segments
         )
 
 

@@ -20,8 +20,9 @@ from relaymeter.relayout.classplan import occurrences
 from relaymeter.relayout.hubs import HubRequest, assign_hubs
 from relaymeter.relayout.layout import TensorSpec
 from relaymeter.relayout.planner import ClassPlan, MovePlan
+from relaymeter.relayout.round_loads import round_loads
 from relaymeter.relayout.routes import ROUTES, effective_codes, route_of, transfers
-from relaymeter.relayout.segments import DIRECT_MIN_BYTES, FROM_DESTINATION, PART_ALIGN, RoundLoads, SegmentTable
+from relaymeter.relayout.segments import RoundLoads, SegmentTable
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.transfers import Transfers
 
@@ -31,8 +32,6 @@ IntArray = NDArray[np.int64]
 
 #: Bytes that a bucket may send from, or bring to, any one rank when moved direct.
 DEFAULT_BUCKET_BYTES = 8 << 20
-#: Columns of ``_transfer_stats``.
-_STATS = 8
 #: Buckets that take in tensors at a time.
 _OPEN_BUCKETS = 8
 #: Shares of bands that are added, one after the other, until none of a tensor's bands passes the bucket.
@@ -157,60 +156,12 @@ class Schedule:
         if executor not in _EXECUTORS:
             raise InputError(f"executor {executor!r} is not one of {', '.join(_EXECUTORS)}")
         if executor not in self._loads:
-            self._loads[executor] = self._compute_loads(executor)
+            self._loads[executor] = round_loads(self.units, self.plan, self.topology.world_size, self.rounds, executor)
         return self._loads[executor]
 
     @cached_property
     def _loads(self) -> dict[str, RoundLoads]:
         return {}
-
-    def _compute_loads(self, executor: str) -> RoundLoads:
-        world = self.topology.world_size
-        keys: list[IntArray] = []
-        values: list[NDArray[np.float64]] = []
-        for unit in self.units:
-            buckets, place = np.unique(unit.bucket, return_inverse=True)
-            for table in unit.tables:
-                stats = _transfer_stats(table, unit.plan.itemsize, executor, self.plan.converts(unit.plan))
-                pair = ((table.stage - 1) * world + table.src_rank) * world + table.dst_rank
-                pairs, where = np.unique(pair, return_inverse=True)
-                if (table.hub >= 0).any():
-                    first = np.flatnonzero(np.diff(unit.bucket, prepend=-1))  # a unit's buckets ascend
-                    times = np.add.reduceat(unit.active(table), first, axis=0, dtype=np.float64)
-                else:
-                    often = np.bincount(place).astype(np.float64)
-                    times = np.broadcast_to(often[:, None], (len(buckets), len(table.group)))
-                for slot, bucket in enumerate(buckets.tolist()):
-                    weight = times[slot]
-                    total = [np.bincount(where, weights=weight * column, minlength=len(pairs)) for column in stats]
-                    rounds = bucket + pairs // (world * world)
-                    keys.append(rounds * world * world + pairs % (world * world))
-                    values.append(np.column_stack(total) if len(pairs) else np.zeros((0, _STATS)))
-        key = np.concatenate(keys) if keys else np.zeros(0, dtype=np.int64)
-        unique, inverse = np.unique(key, return_inverse=True)
-        table_of = np.concatenate(values) if values else np.zeros((0, _STATS))
-        sums = [
-            np.bincount(inverse, weights=table_of[:, c], minlength=len(unique)).astype(np.int64) for c in range(_STATS)
-        ]
-        used = sums[0] > 0
-        unique, sums = unique[used], [column[used] for column in sums]
-        total_bytes, own, pack_bytes, pack_segments, unpack_bytes, unpack_segments, pack_runs, unpack_runs = sums
-        src, dst = unique // world % world, unique % world
-        packed = (pack_segments + unpack_segments > 0) & (src != dst)
-        return RoundLoads(
-            rounds=self.rounds,
-            round=unique // (world * world),
-            src=src,
-            dst=dst,
-            bytes=total_bytes,
-            messages=own + packed,
-            pack_bytes=pack_bytes,
-            pack_segments=pack_segments,
-            unpack_bytes=unpack_bytes,
-            unpack_segments=unpack_segments,
-            pack_runs=pack_runs,
-            unpack_runs=unpack_runs,
-        )
 
     @cached_property
     def bytes_cross_node(self) -> int:
@@ -269,38 +220,6 @@ def _widen(rows: SegmentTable, width: int) -> SegmentTable:
     )
     flat = (rows.tensor, rows.round, rows.stage, rows.src_rank, rows.dst_rank, rows.src_space, rows.src_offset)
     return SegmentTable(*flat, rows.dst_offset, shape, src, dst)
-
-
-def _transfer_stats(table: Transfers, itemsize: int, executor: str, converts: bool) -> list[NDArray[np.float64]]:
-    """Per row: bytes on the wire, messages of its own, pack bytes, pack segments, unpack bytes, unpack segments, and
-    the contiguous runs that are packed and unpacked (``_STATS`` columns).
-
-    A row that is one run on both sides is a message of its own, unless it has to be converted on the way (a cast).
-    """
-    size = np.prod(table.shape, axis=1, dtype=np.int64)
-    nbytes = size * itemsize
-    whole = (table.shape[:, -1] == size) & (table.src_stride[:, -1] == 1) & (table.dst_stride[:, -1] == 1)
-    local = table.src_rank == table.dst_rank
-    whole &= (table.src_space == FROM_DESTINATION) | (not converts)
-    own = whole & (nbytes >= DIRECT_MIN_BYTES) & ~local if executor == "send-recv" else np.zeros(len(size), dtype=bool)
-    padded = -(-nbytes // PART_ALIGN) * PART_ALIGN
-    packed = ~own & ~local
-    pack = np.where(packed, padded, 0)
-    wire = np.where(packed, padded, nbytes)
-    runs = [
-        np.where(packed, size // _run_elements(table.shape, stride), 0)
-        for stride in (table.src_stride, table.dst_stride)
-    ]
-    return [column.astype(np.float64) for column in (wire, own, pack, packed, pack, packed, *runs)]
-
-
-def _run_elements(shape: IntArray, stride: IntArray) -> IntArray:
-    """Elements (n) that lie side by side in a storage, read in row-major order of the segment."""
-    run, open_ = np.ones(len(shape), dtype=np.int64), np.ones(len(shape), dtype=bool)
-    for dim in range(shape.shape[1] - 1, -1, -1):
-        open_ &= (shape[:, dim] == 1) | (stride[:, dim] == run)
-        run = np.where(open_, run * shape[:, dim], run)
-    return np.maximum(run, 1)
 
 
 def build_schedule(

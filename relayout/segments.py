@@ -7,7 +7,7 @@ planner, the routes, the schedule and the executors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +120,9 @@ class RoundLoads:
 
     Columns (n): round, src, dst; bytes on the wire between the two ranks (payload, 16-byte aligned); messages posted;
     pack_bytes and pack_segments copied into send buffers on src; unpack_bytes and unpack_segments copied out on dst;
-    pack_runs and unpack_runs, the contiguous runs that those segments are read in on src and written in on dst.
+    pack_runs and unpack_runs, the contiguous runs that those segments are read in on src and written in on dst; copies,
+    the strided copies that either end makes of them in flat storages: fewer than segments where what lies evenly spaced
+    is joined (``batching``).
     Rows with src == dst are copies inside a rank: bytes is what is copied, messages is 0, packs are 0.
     ``rounds`` counts the exchanges, also where the last ones are empty.
     """
@@ -137,3 +139,8 @@ class RoundLoads:
     unpack_segments: IntArray
     pack_runs: IntArray
     unpack_runs: IntArray
+    copies: IntArray
+
+    def apart(self) -> RoundLoads:
+        """The same where nothing lies so that segments can be joined: as many copies as segments."""
+        return replace(self, copies=self.pack_segments)

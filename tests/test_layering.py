@@ -17,7 +17,7 @@ PURE = (
     *(f"relayout/{name}" for name in ("geometry", "hubs", "layout", "placements", "planner", "routes", "schedule")),
     *(f"relayout/{name}" for name in ("segments", "topology", "traffic", "batching", "timeline", "bounds", "own")),
     *(f"relayout/{name}" for name in ("affine", "affine_maps", "classplan", "combine", "cuts", "holders", "meshes")),
-    *(f"relayout/{name}" for name in ("partitions", "pieces", "plan_check", "plan_json", "transfers")),
+    *(f"relayout/{name}" for name in ("round_loads", "partitions", "pieces", "plan_check", "plan_json", "transfers")),
     *(f"relayout/route_{name}" for name in ("chain", "direct", "relay", "spread")),
     *(
         f"policies/{name}"

@@ -50,6 +50,7 @@ def loads_of(rows: list[tuple[int, int, int, int]], packed: bool = True) -> Roun
         unpack_segments=count * away * packed,
         pack_runs=count * away * packed,
         unpack_runs=count * away * packed,
+        copies=count * away * packed,
     )
 
 
@@ -200,7 +201,7 @@ def test_many_ranks_and_rounds_are_priced_fast(profile_of: Profiles) -> None:
     src, dst = rng.integers(0, 128, rows), rng.integers(0, 128, rows)
     size = rng.integers(1, 1 << 20, rows)
     one = np.ones(rows, dtype=np.int64)
-    loads = RoundLoads(rounds, number, src, dst, size, one, size, one, size, one, one, one)
+    loads = RoundLoads(rounds, number, src, dst, size, one, size, one, size, one, one, one, one)
     pricer = Pricer(profile_of("gpus"), topology, "send-recv")
     pricer.price(loads)
     best = min(_seconds(lambda: pricer.price(loads)) for _ in range(3))

@@ -311,3 +311,16 @@ def test_a_plan_of_one_ranks_own_rows_refuses_a_chain_by_name():
 def test_every_route_falls_back_to_one_that_stands_before_it():
     for code, name in enumerate(ROUTES):
         assert route_of(code).name == name and ROUTES.index(route_of(code).otherwise) <= code
+
+
+@pytest.mark.parametrize(
+    ("order", "copies"),
+    [("aaaaaa", 1), ("abababab", 2), ("abcabcabc", 3), ("aabaab", 3), ("a", 1), ("aba", 2)],
+)
+def test_tensors_that_follow_each_other_evenly_are_joined_into_one_copy(order: str, copies: int) -> None:
+    """Each letter is a class (a shape): its tensors become one copy for every constant step between them."""
+    specs = {f"w{k}": TensorSpec(f"w{k}", (8, 4 + ord(kind) - 97), "int64") for k, kind in enumerate(order)}
+    plan = plan_move(zero3_layout(specs, (0,), 2), replicated_layout(specs, (1,), 2), Topology.grid(2, 1))
+    loads = scheduled(plan, DIRECT, 1 << 30).loads("all-to-all")
+    assert loads.pack_segments.tolist() == [len(order)] and loads.copies.tolist() == [copies]
+    assert loads.apart().copies.tolist() == [len(order)]

@@ -165,9 +165,13 @@ class PackCosts:
     run_s: float = 0.0
     """Seconds of each contiguous run within a copy."""
     node_lanes: float | None = None
-    """How many ranks of a node pack as fast as one does alone; None: all of them."""
+    """How many ranks of a node move packed bytes as fast as one does alone; None: all of them."""
     world_lanes: float | None = None
     """The same over all ranks: less than the world where nodes share a machine."""
+    node_copy_lanes: float | None = None
+    """How many ranks of a node begin copies and runs as fast as one does alone (cores, not memory); None: all."""
+    world_copy_lanes: float | None = None
+    """The same over all ranks."""
 
 
 @dataclass(frozen=True)

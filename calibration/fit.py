@@ -31,6 +31,8 @@ _DEFAULT_PACK = PackCosts(call_s=2e-5, segment_s=5e-6, byte_s=4e-10)
 #: Octaves over which neighbouring sizes may be averaged, and by how much less it must err than not to.
 _WIDTHS = (0.6, 1.0)
 _WIDER = 0.01
+#: Packing of so many copies is bound by what each of them costs, not by their bytes.
+_MANY_COPIES = 256
 #: Flows of one rank to a node that are together so many times as fast as alone leave by more than one NIC.
 _MANY_NICS = 1.5
 #: A factor below 1 by less than this is noise of the measurement, not a faster port.
@@ -460,16 +462,25 @@ def _fit_pack(cells: Sequence[PackCell], direction: str) -> PackCosts:
     alike: dict[tuple[int, int, int], dict[int, float]] = {}
     for cell in mine:
         alike.setdefault((cell.run_bytes, cell.runs, cell.copies), {})[cell.ranks] = cell.median_s
-    crowds = [times for times in alike.values() if len(times) > 1]
-    # What crowding costs, by the number of ranks that pack at once: all cells are then as if one rank packed alone.
+    # What crowding costs, by the number of ranks that pack at once, for cells of few copies and of many.
+    ratios: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
+    for (_, _, copies), times in alike.items():
+        for ranks, seconds in times.items():
+            if few in times and ranks > few:
+                ratios[copies >= _MANY_COPIES].setdefault(ranks, []).append(seconds / times[few])
     slower = {
-        ranks: max(1.0, float(np.median([times[ranks] / times[few] for times in crowds if ranks in times])))
-        for ranks in sorted({ranks for times in crowds for ranks in times})
+        many: {ranks: max(1.0, float(np.median(of))) for ranks, of in found.items()} for many, found in ratios.items()
     }
     if len(alike) < 4:
         return _DEFAULT_PACK
     rows = [[1.0, float(c.copies), float(c.runs * c.run_bytes), float(c.runs)] for c in mine]
-    alone = [c.median_s / slower.get(c.ranks, 1.0) for c in mine]
+    # All cells as if one rank packed alone.
+    alone = [c.median_s / slower[c.copies >= _MANY_COPIES].get(c.ranks, 1.0) for c in mine]
     call, segment, byte, run = relative_line(np.asarray(rows), np.asarray(alone)).tolist()
-    lanes = [ranks / factor if factor > 1 + _NOISE else None for ranks, factor in slower.items() if ranks > few]
-    return PackCosts(call, segment, byte, run, lanes[0] if len(lanes) > 1 else None, lanes[-1] if lanes else None)
+    return PackCosts(call, segment, byte, run, *_lanes(slower[False]), *_lanes(slower[True]))
+
+
+def _lanes(slower: Mapping[int, float]) -> tuple[float | None, float | None]:
+    """Ranks that pack side by side as if alone: of a node's, and of all; None where none of them waits."""
+    found = [ranks / factor if factor > 1 + _NOISE else None for ranks, factor in sorted(slower.items())]
+    return (found[0] if len(found) > 1 else None), (found[-1] if found else None)

@@ -38,8 +38,8 @@ _CHECKED_BYTES = 4 << 20
 #: Successive calls go through about this much memory on each side before they come back to the same place.
 _RING_BYTES = 64 << 20
 _PACK_RING_BYTES = 32 << 20
-#: Packing of at least so many bytes is repeated up to so many in a sample.
-_LONG_BYTES, _PACKED_BYTES = 4 << 20, 128 << 20
+#: Packing is repeated up to so many bytes in a sample, a copy counted as 64 KiB.
+_PACKED_BYTES = 128 << 20
 _TURNS = 32
 
 
@@ -293,7 +293,7 @@ class RankPacking:
         ranks = ranks or self._world.topology.ranks_of(0)
         once = self._prepare(direction, run_bytes, runs, copies) if self._world.rank in ranks else _nothing
         # Ranks leave a barrier one after the other: what they do at once has to last longer than that takes.
-        often = max(1, _PACKED_BYTES // (run_bytes * runs)) if run_bytes * runs >= _LONG_BYTES else 1
+        often = max(1, _PACKED_BYTES // max(run_bytes * runs, copies << 16))
 
         def call() -> None:
             for _ in range(often):

@@ -46,7 +46,7 @@ _PACKED = (
     (16, 65536, 1), (16, 1024, 16), (64, 1024, 1024), (256, 4096, 1), (1024, 16, 16), (1024, 1024, 1024),
     (1024, 1024, 1), (16384, 1, 1), (16384, 64, 64), (16384, 256, 16), (1 << 20, 4, 4),
 )  # fmt: skip
-_CROWD_BYTES = 4 << 20
+_CROWD_BYTES, _CROWD_COPIES = 4 << 20, (64, 1024)
 #: A curve ends, too, where a call takes so many times what the smallest message takes: its latency is nothing then.
 _LATENCIES = 50
 
@@ -360,7 +360,9 @@ class Prober(Recorder):
         for direction in ("pack", "unpack"):
             for run, runs, copies in _PACKED[:: 2 if self.settings.coarse else 1]:
                 # Where much is packed memory and cores are shared; the rest is measured on one node.
-                for ranks in crowds.values() if run * runs >= _CROWD_BYTES else (home,):
+                for ranks in (
+                    crowds.values() if run * runs >= _CROWD_BYTES or (run, copies) == _CROWD_COPIES else (home,)
+                ):
                     sampling = Sampling(warmups=2, seconds=self.settings.cell_s / 3)
                     samples = measure(direction, run, runs, copies=copies, ranks=ranks, sampling=sampling)
                     self.found.spent_s += samples.spent_s

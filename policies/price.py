@@ -206,16 +206,21 @@ class Pricer:
         count = np.bincount(key, weights=segments, minlength=cells)
         moved = np.bincount(key, weights=nbytes, minlength=cells)
         inner = np.bincount(key, weights=runs, minlength=cells)
-        copied = count * costs.segment_s + inner * costs.run_s + moved * costs.byte_s
-        flat = copied + np.where(count > 0, costs.call_s, 0.0)
-        seconds: FloatArray = flat.reshape(shape)
-        busy, crowded = seconds > 0, seconds
-        if costs.node_lanes is not None:
+        begun = count * costs.segment_s + inner * costs.run_s + np.where(count > 0, costs.call_s, 0.0)
+        started: FloatArray = begun.reshape(shape)
+        carried: FloatArray = (moved * costs.byte_s).reshape(shape)
+        waiting = self._crowded(started, costs.node_copy_lanes, costs.world_copy_lanes)
+        return waiting + self._crowded(carried, costs.node_lanes, costs.world_lanes)
+
+    def _crowded(self, seconds: FloatArray, node_lanes: float | None, world_lanes: float | None) -> FloatArray:
+        """Seconds (rounds, world) of what each rank would do alone, where only so many ranks work at full speed."""
+        found = seconds
+        if node_lanes is not None:
             node = self.topology.node_array
-            crowded = np.maximum(crowded, grouped(seconds, node, self.topology.nodes)[:, node] / costs.node_lanes)
-        if costs.world_lanes is not None:
-            crowded = np.maximum(crowded, seconds.sum(axis=1, keepdims=True) / costs.world_lanes)
-        return np.where(busy, crowded, 0.0)
+            found = np.maximum(found, grouped(seconds, node, self.topology.nodes)[:, node] / node_lanes)
+        if world_lanes is not None:
+            found = np.maximum(found, seconds.sum(axis=1, keepdims=True) / world_lanes)
+        return np.where(seconds > 0, found, 0.0)
 
     def _run(self, loads: RoundLoads, terms: RoundTerms) -> FloatArray:
         """When the last rank is through with each round (rounds), rounds following each other without a barrier."""

@@ -207,8 +207,8 @@ class Pricer:
         moved = np.bincount(key, weights=nbytes, minlength=cells)
         inner = np.bincount(key, weights=runs, minlength=cells)
         begun = count * costs.segment_s + inner * costs.run_s + np.where(count > 0, costs.call_s, 0.0)
-        started: FloatArray = begun.reshape(shape)
-        carried: FloatArray = (moved * costs.byte_s).reshape(shape)
+        started: FloatArray = np.asarray(begun, dtype=np.float64).reshape(shape)
+        carried: FloatArray = np.asarray(moved * costs.byte_s, dtype=np.float64).reshape(shape)
         waiting = self._crowded(started, costs.node_copy_lanes, costs.world_copy_lanes)
         return waiting + self._crowded(carried, costs.node_lanes, costs.world_lanes)
 

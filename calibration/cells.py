@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any, Protocol
 
 import numpy as np
@@ -153,12 +154,14 @@ class Cell:
 
     @property
     def median_s(self) -> float:
-        return float(np.median(self.samples_s))
+        """The (lower) median of the epochs' medians: what disturbed one epoch of two is left out."""
+        return median_low([float(np.median(samples)) for samples in self.epoch_samples])
 
     def resampled(self, rng: np.random.Generator) -> Cell:
         """The same cell with epochs, and then the samples within them, drawn with replacement: one bootstrap
         replicate."""
-        return replace(self, samples_s=_drawn(self.epoch_samples, rng))
+        samples, epochs = _drawn(self.epoch_samples, rng)
+        return replace(self, samples_s=samples, epochs=epochs)
 
     @property
     def epoch_samples(self) -> list[FloatArray]:
@@ -210,11 +213,13 @@ class PackCell:
 
     @property
     def median_s(self) -> float:
-        return float(np.median(self.samples_s))
+        """As of a ``Cell``."""
+        return median_low([float(np.median(samples)) for samples in _by_epoch(self.samples_s, self.epochs)])
 
     def resampled(self, rng: np.random.Generator) -> PackCell:
         """One bootstrap replicate, drawn like ``Cell.resampled``."""
-        return replace(self, samples_s=_drawn(_by_epoch(self.samples_s, self.epochs), rng))
+        samples, epochs = _drawn(_by_epoch(self.samples_s, self.epochs), rng)
+        return replace(self, samples_s=samples, epochs=epochs)
 
     @property
     def unstable(self) -> bool:
@@ -250,9 +255,10 @@ def _by_epoch(samples_s: Sequence[float], epochs: Sequence[int]) -> list[FloatAr
     return np.split(np.asarray(samples_s, dtype=np.float64), np.cumsum(epochs)[:-1] if epochs else [])
 
 
-def _drawn(epochs: Sequence[FloatArray], rng: np.random.Generator) -> tuple[float, ...]:
-    picked = rng.integers(len(epochs), size=len(epochs)).tolist()
-    return tuple(np.concatenate([rng.choice(epochs[k], size=len(epochs[k])) for k in picked]).tolist())
+def _drawn(epochs: Sequence[FloatArray], rng: np.random.Generator) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Samples of as many epochs drawn with replacement, drawn anew within each, and their numbers."""
+    drawn = [rng.choice(epochs[k], size=len(epochs[k])) for k in rng.integers(len(epochs), size=len(epochs)).tolist()]
+    return tuple(np.concatenate(drawn).tolist()), tuple(len(samples) for samples in drawn)
 
 
 def _differ(epochs: Sequence[FloatArray]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -32,9 +33,7 @@ from relaymeter.relayout.topology import Topology
 __all__ = ["Prober"]
 
 Progress = Callable[[float, str], None]
-#: Share of the budget for the first epoch of exchanges, and of that for the first of several executors. Packing
-#: follows, and further epochs of what scatters take the rest.
-_PROBE_SHARE = 0.78
+#: Share of the first epoch of exchanges for the first of several executors.
 _FIRST_SHARE = 0.62
 #: Smallest message of a curve; the others are multiples by powers of two. No power of two itself: messages that just
 #: pass what a network card segments at once (64 KiB) take up to twice as long as others, and are rare in moves.
@@ -72,8 +71,9 @@ class Prober(Recorder):
         steps: list[tuple[str, Callable[[], None]]] = []
         begun = 0.0
         for number, executor in enumerate(executors):
-            begun += (_FIRST_SHARE if number == 0 else (1 - _FIRST_SHARE) / (len(executors) - 1)) * _PROBE_SHARE
-            until = self.settings.budget_s * (_PROBE_SHARE if len(executors) == 1 else begun)
+            begun += _FIRST_SHARE if number == 0 else (1 - _FIRST_SHARE) / (len(executors) - 1)
+            share = self.settings.first_epoch
+            until = self.settings.budget_s * (share if len(executors) == 1 else begun * share)
             for name, step in self._steps(number == 0):
                 steps.append((f"{executor}: {name}", self._under(executor, number == 0, until, step)))
         steps.append(("packing", self._packing))
@@ -110,8 +110,12 @@ class Prober(Recorder):
         ]
         if first:
             # What links and NICs there are does not depend on the executor.
-            steps += [("single NICs", self._nics), ("pairs", self._pairs)]
-        return [*steps, ("fan-in and fan-out", self._fans), ("many messages", self._messages)]
+            steps += [("single NICs", self._nics), ("fan-in and fan-out", self._fans)]
+        if first and not self.settings.coarse:
+            steps += [("pairs", self._pairs)]
+        if not first and not self.settings.coarse:
+            steps += [("fan-in and fan-out", self._fans)]
+        return steps if self.settings.coarse else [*steps, ("many messages", self._messages)]
 
     def _empty(self) -> None:
         self.cell("empty", [], 1e-3, calls=1, essential=True)
@@ -145,7 +149,7 @@ class Prober(Recorder):
             ends = flat >= 2 or self.hurried or long
             if (ends and size >= LEAST_END_BYTES) or expected > 4 * self.settings.largest_s:
                 return
-            size *= factor
+            size *= factor if size * factor <= self.largest_bytes else 2
 
     def _pairs(self) -> None:
         near, far = (patterns.in_node_pairs, IN_NODE, self._near), (patterns.cross_pairs, CROSS_NODE, self._far)
@@ -200,8 +204,9 @@ class Prober(Recorder):
         for x, y in tries:
             if x == y:
                 continue
-            ahead = [self._alone(CROSS_NODE, r, q, size, expected) for r, q in ((one, x), (two, y))]
-            back = [self._alone(CROSS_NODE, r, q, size, expected) for r, q in ((x, one), (y, two))]
+            lone = partial(self._alone, CROSS_NODE, size=size, expected=expected, essential=True)
+            ahead = [lone(r, q) for r, q in ((one, x), (two, y))]
+            back = [lone(r, q) for r, q in ((x, one), (y, two))]
             out = self._together([(one, x, size), (two, y, size)], expected)
             into = self._together([(x, one, size), (y, two, size)], expected)
             control = self._together([(one, x, size), (y, two, size)], expected)
@@ -236,16 +241,18 @@ class Prober(Recorder):
         best = [max(cell.size / cell.median_s for cell in self.of(f"{kind} curve")) for kind in (IN_NODE, CROSS_NODE)]
         return best[0] > CLASS_RATIO * best[1]
 
-    def _alone(self, kind: str, src: int, dst: int, size: int, expected: float) -> float | None:
+    def _alone(
+        self, kind: str, src: int, dst: int, size: int, expected: float, *, essential: bool = False
+    ) -> float | None:
         """Seconds of one flow, measured once."""
         for cell in self.of(f"{kind} pair"):
             if cell.flows == ((src, dst, size),):
                 return cell.median_s
-        measured = self.cell(f"{kind} pair", [(src, dst, size)], expected)
+        measured = self.cell(f"{kind} pair", [(src, dst, size)], expected, essential=essential)
         return None if measured is None else measured.median_s
 
     def _together(self, flows: list[Flow], expected: float) -> float | None:
-        cell = self.cell("two flows", flows, expected)
+        cell = self.cell("two flows", flows, expected, essential=True)
         return None if cell is None else cell.median_s
 
     def _two_way(self) -> None:

@@ -44,7 +44,7 @@ class Settings:
     """A large flow is sized to take about this long."""
     largest_s: float = 0.25
     """A curve ends before a call takes longer than this, whether its rate is flat or not."""
-    cell_s: float = 0.3
+    cell_s: float = 0.2
     """Wall time of a noisy cell in one epoch."""
     pairs: int = 16
     """Directed pairs of each kind that are held against each other."""
@@ -54,6 +54,8 @@ class Settings:
     """Fewer sizes below 1 MiB (of the second executor below 4 MiB), and fewer kinds of packing."""
     replicates: int = 32
     """Bootstrap replicates of all costs."""
+    first_epoch: float = 0.62
+    """Share of the budget for the first epoch of exchanges; packing follows, and what scatters takes the rest."""
     epochs: int = 4
     """Most epochs that a cell is measured in, in another order each, as long as its samples do not agree."""
 
@@ -62,7 +64,7 @@ class Settings:
         """``--quick``: fewer sizes, samples and matrices."""
         return cls(
             budget_s=budget_s, call_s=0.045, largest_s=0.025, cell_s=0.1, pairs=4, matrices=4, coarse=True,
-            replicates=16, epochs=2,
+            replicates=16, epochs=2, first_epoch=0.85,
         )  # fmt: skip
 
 

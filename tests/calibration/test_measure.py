@@ -62,7 +62,7 @@ def test_a_short_calibration_gives_one_profile_on_all_ranks_and_says_what_hinder
     curves = [cell for cell in profile.cells if cell.pattern.endswith("curve")]
     assert all(min(cell.samples_s) < 0.5 for cell in curves)
     # Rank 2 has the least memory: its cap is that of all ranks.
-    assert max(cell.size for cell in curves) == 2 << 20
+    assert max(cell.size for cell in curves) == 11 << 17  # the next one would be more than 2.1 MB
     assert any("free memory of rank 2, the least of any, allows at most 2.1 MB" in text for text in profile.warnings)
     assert len(profile.hints) == 4 and len({entry["host"] for entry in profile.hints}) == 1
 

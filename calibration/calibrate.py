@@ -196,7 +196,8 @@ def _gates(
     found: Mapping[str, ExecutorProfile],
     fingerprint: Mapping[str, Any],
 ) -> list[Gate]:
-    from relaymeter.calibration.fit import curve_points, held_out
+    from relaymeter.calibration.curve_fit import held_out
+    from relaymeter.calibration.fit import curve_points
 
     gates = []
     for executor in executors:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.isotonic import IsotonicRegression
-from sklearn.linear_model import LinearRegression
 
 from relaymeter.calibration.cells import Cell, PackCell
 from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, Curve, ExecutorCosts, LinkCosts, PackCosts
+from relaymeter.calibration.curve_fit import best_width, fit_curve, relative_line
 from relaymeter.errors import NothingMeasured
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["HeldOut", "best_width", "fit_costs", "fit_curve", "held_out", "relative_line", "replicates"]
+__all__ = ["curve_points", "fit_costs", "replicates"]
 
 FloatArray = NDArray[np.float64]
 #: Octaves of sizes that a curve is averaged over, by executor and link class.
@@ -28,106 +27,12 @@ Widths = Mapping[tuple[str, str], float]
 
 #: Where nothing was measured (budget spent, no such links): no extra cost, and packing at a modest machine's pace.
 _DEFAULT_PACK = PackCosts(call_s=2e-5, segment_s=5e-6, byte_s=4e-10)
-#: Octaves over which neighbouring sizes may be averaged, and by how much less it must err than not to.
-_WIDTHS = (0.6, 1.0)
-_WIDER = 0.01
 #: Packing of so many copies is bound by what each of them costs, not by their bytes.
 _MANY_COPIES = 256
 #: Flows of one rank to a node that are together so many times as fast as alone leave by more than one NIC.
 _MANY_NICS = 1.5
 #: A factor below 1 by less than this is noise of the measurement, not a faster port.
 _NOISE = 0.05
-
-
-def relative_line(features: FloatArray, seconds: FloatArray) -> FloatArray:
-    """Non-negative coefficients of ``features`` (n, k) for ``seconds`` (n), errors weighted relative to the seconds."""
-    model = LinearRegression(positive=True, fit_intercept=False)
-    scale = np.abs(features).max(axis=0)
-    scale[scale == 0] = 1.0
-    model.fit(features / scale, seconds, sample_weight=1.0 / seconds**2)
-    found: FloatArray = np.asarray(model.coef_, dtype=np.float64) / scale
-    return found
-
-
-def fit_curve(sizes: Sequence[int], seconds: Sequence[float], width: float | None = None) -> Curve:
-    """Isotonic curve through the median ``seconds`` at ``sizes`` (ascending, at least two), with a line for its tail.
-
-    ``width``: octaves of sizes over which neighbours are averaged first (0: none; None: ``best_width``). The tail is
-    the slope of a relative-weighted non-negative line over the upper sizes. No size is faster than the large ones
-    (``Curve.plateau_rate``), so that no price is below bytes over that rate. Raises NothingMeasured on fewer than two
-    sizes.
-    """
-    if len(sizes) < 2:
-        raise NothingMeasured(
-            f"a curve needs at least two message sizes, {len(sizes)} was measured: give more time (--budget) or memory"
-        )
-    size = np.asarray(sizes, dtype=np.float64)
-    time = np.asarray(seconds, dtype=np.float64)
-    width = best_width(sizes, seconds) if width is None else width
-    log_time = IsotonicRegression().fit_transform(np.log(size), _smooth(np.log2(size), np.log(time), width))
-    rising = np.exp(np.maximum.accumulate(log_time + 1e-7 * np.arange(len(size))))
-    # No size is faster than large messages: a rate limiter may let a small one through at once, but not a second.
-    rising = np.maximum(rising, size / float((size / rising)[2 * size >= size[-1]].max()))
-    upper = size >= size[-1] / 16
-    line = relative_line(np.column_stack([np.ones(int(upper.sum())), size[upper]]), rising[upper])
-    peak = float((size / rising).max())
-    return Curve(tuple(int(s) for s in sizes), tuple(rising.tolist()), max(float(line[1]), 1.0 / peak))
-
-
-def best_width(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    """Octaves over which the times of neighbouring sizes are averaged: what predicts each inner size best from the
-    others (median relative error), a wider one only where it is better by more than ``_WIDER`` than none at all."""
-    errors = {width: float(np.median(_left_out(sizes, seconds, width) or [0.0])) for width in (0.0, *_WIDTHS)}
-    best = min(errors, key=lambda width: errors[width])
-    return best if errors[best] < errors[0.0] - _WIDER else 0.0
-
-
-def _smooth(log_size: FloatArray, log_time: FloatArray, width: float) -> FloatArray:
-    """Local straight lines over the logarithms, neighbours weighted by a Gaussian of ``width`` octaves; 0: as is."""
-    if not width:
-        return log_time
-    found = np.empty_like(log_time)
-    for place, at in enumerate(log_size):
-        weight = np.exp(-(((log_size - at) / width) ** 2) / 2)
-        offset = log_size - at
-        mean, centre = np.average(offset, weights=weight), np.average(log_time, weights=weight)
-        spread = float((weight * (offset - mean) ** 2).sum())
-        slope = float((weight * (offset - mean) * (log_time - centre)).sum()) / spread if spread else 0.0
-        found[place] = centre - slope * mean
-    return found
-
-
-def _left_out(sizes: Sequence[int], seconds: Sequence[float], width: float) -> list[float]:
-    """Relative errors at the inner sizes when each is left out of its curve in turn."""
-    errors = []
-    for skip in range(1, len(sizes) - 1):
-        curve = fit_curve([*sizes[:skip], *sizes[skip + 1 :]], [*seconds[:skip], *seconds[skip + 1 :]], width)
-        errors.append(abs(float(curve.time(np.asarray([float(sizes[skip])]))[0]) / seconds[skip] - 1))
-    return errors
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Relative errors at inner sizes when each is left out of its curve in turn, split at 1 MiB."""
-
-    small_median: float | None
-    small_max: float | None
-    large_median: float | None
-    large_max: float | None
-
-
-def held_out(sizes: Sequence[int], seconds: Sequence[float]) -> HeldOut:
-    """Leave-one-size-out errors of the curve, inner sizes only."""
-    errors: dict[bool, list[float]] = {True: [], False: []}
-    for size, error in zip(sizes[1:-1], _left_out(sizes, seconds, best_width(sizes, seconds)), strict=True):
-        errors[size >= 1 << 20].append(error)
-    small, large = errors[False], errors[True]
-    return HeldOut(
-        float(np.median(small)) if small else None,
-        max(small) if small else None,
-        float(np.median(large)) if large else None,
-        max(large) if large else None,
-    )
 
 
 def curve_points(cells: Sequence[Cell], kind: str, executor: str) -> tuple[list[int], list[float]]:

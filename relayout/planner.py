@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,11 @@ class MovePlan:
     def group_start(self) -> IntArray:
         """First global group id of each class, and the total last (classes + 1)."""
         return np.concatenate([[0], np.cumsum([len(c.group) for c in self.classes])]).astype(np.int64)
+
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What was made of the plan and does not depend on routes, kept for whoever needs it again; never changed."""
+        return {}
 
     def converts(self, plan: ClassPlan) -> bool:
         """Whether the tensors of a class arrive in another dtype than they leave in."""

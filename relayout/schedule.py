@@ -8,6 +8,7 @@ there are is the routes' own affair. Pure NumPy; the same on every rank.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -234,17 +235,11 @@ def build_schedule(
     effective = effective_codes(plan, topology, route)
     if not isinstance(bucket_bytes, int | np.integer) or bucket_bytes < 1:
         raise InputError(f"bucket of {bucket_bytes} bytes: give a whole number, at least 1")
-    bands: list[list[ClassPlan]] = []
-    loads: list[list[NDArray[np.float64]]] = []
-    codes: list[NDArray[np.int8]] = []
-    class_of = np.zeros(len(plan.tensors), dtype=np.int64)
-    for index, found in enumerate(plan.classes):
-        class_of[found.tensors] = index
-        codes.append(effective[int(plan.group_start[index]) : int(plan.group_start[index + 1])])
-        cut, load = _cut_to_fit(found, topology, bucket_bytes)
-        bands.append(cut)
-        loads.append(load)
-    members, buckets = _fill_buckets(class_of, loads, bucket_bytes, 2 * topology.world_size)
+    codes = [effective[int(begin) : int(end)] for begin, end in itertools.pairwise(plan.group_start)]
+    key = ("buckets", int(bucket_bytes), topology)
+    if key not in plan.memo:
+        plan.memo[key] = _cut_into_buckets(plan, topology, int(bucket_bytes))
+    bands, members, buckets = plan.memo[key]
     units: list[_Unit] = []
     turned = np.zeros(buckets, dtype=np.int64)
     for index in range(len(plan.classes)):
@@ -259,6 +254,22 @@ def build_schedule(
     for code in codes if plan.rank is None else []:  # of its own rows alone a rank sees other groups than the next
         digest.update(code.tobytes())
     return Schedule(plan, topology, bucket_bytes, buckets, buckets + stages - 1, tuple(units), digest.digest())
+
+
+def _cut_into_buckets(
+    plan: MovePlan, topology: Topology, bucket_bytes: int
+) -> tuple[list[list[ClassPlan]], dict[tuple[int, int], tuple[IntArray, IntArray]], int]:
+    """The bands of each class; the tensors of each (class, band) and their buckets; the number of buckets. Whatever the
+    routes."""
+    bands: list[list[ClassPlan]] = []
+    loads: list[list[NDArray[np.float64]]] = []
+    class_of = np.zeros(len(plan.tensors), dtype=np.int64)
+    for index, found in enumerate(plan.classes):
+        class_of[found.tensors] = index
+        cut, load = _cut_to_fit(found, topology, bucket_bytes)
+        bands.append(cut)
+        loads.append(load)
+    return bands, *_fill_buckets(class_of, loads, bucket_bytes, 2 * topology.world_size)
 
 
 def _units(

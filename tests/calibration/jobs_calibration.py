@@ -14,7 +14,7 @@ from pool import Seat
 from relaymeter.calibration import measure
 from relaymeter.calibration.calibrate import run_calibration
 from relaymeter.calibration.cells import Sampling
-from relaymeter.errors import InputError, MoveTimeout, RankLost, RelaymeterError
+from relaymeter.errors import InputError, RelaymeterError
 from relaymeter.harness import calibrate_job
 from relaymeter.relayout.topology import Topology
 
@@ -88,19 +88,6 @@ def refuse(seat: Seat) -> str:
     except InputError as error:
         return str(error)
     return ""
-
-
-def hang(seat: Seat) -> str:
-    """Rank 3 stays away from a cell; what the others say."""
-    if seat.rank == 3:
-        time.sleep(2.5)
-        return "away"
-    matrix = np.full((seat.world_size, seat.world_size), 64, dtype=np.int64)
-    try:
-        measure.RankExchange(_world(seat), time_limit_s=1.0).measure(matrix, "send-recv")
-    except (MoveTimeout, RankLost) as error:
-        return type(error).__name__
-    return "nothing"
 
 
 def calibrate(seat: Seat) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relaymeter.calibration.fit import fit_curve, held_out, relative_line
+from relaymeter.calibration.curve_fit import fit_curve, held_out, relative_line
 from relaymeter.errors import NothingMeasured
 
 SIZES = [1024 * 2**k for k in range(14)]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from pool import RankPool
@@ -79,13 +78,6 @@ def test_a_link_of_zeros_and_a_rank_without_memory_end_the_calibration_on_all_ra
 ) -> None:
     for found in pool.call("jobs_calibration:refused", how=how):
         assert found[0] == code and text in found[1], found
-
-
-def test_a_rank_that_hangs_ends_the_cell_on_the_others_within_the_limit(pool: RankPool) -> None:
-    began = time.monotonic()
-    assert set(pool.call("jobs_calibration:hang")[:3]) <= {"MoveTimeout", "RankLost"}
-    assert time.monotonic() - began < 20
-    pool.close()  # the group is broken
 
 
 def test_a_rank_that_answers_but_takes_no_part_is_named_within_the_limit(pool: RankPool) -> None:

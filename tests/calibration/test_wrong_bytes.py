@@ -74,7 +74,8 @@ def test_a_block_of_other_labels_is_one_run_that_names_them(other: _Other, unit:
     assert run.wrong_bytes == np.count_nonzero(expected != _bytes_of(other.message, source, 16 * length))
 
 
-@given(st.integers(0, UNITS - 1), st.integers(1, 300), st.integers(0, 14))
+# Up to eight bytes into the unit: clearing its last two may change no more bits than a flip or two would.
+@given(st.integers(0, UNITS - 1), st.integers(1, 300), st.integers(0, 8))
 def test_zeros_are_told_even_where_they_begin_inside_a_unit(unit: int, length: int, inside: int) -> None:
     end = min(16 * (unit + length), 16 * UNITS)
 

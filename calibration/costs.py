@@ -63,11 +63,6 @@ class Curve:
         return float(np.exp(np.interp(np.log(seconds), self._log_seconds, self._log_bytes)))
 
     @property
-    def peak_rate(self) -> float:
-        """Largest payload rate seen, in bytes per second: no price goes below bytes over this."""
-        return max(b / s for b, s in zip(self.bytes, self.seconds, strict=True))
-
-    @property
     def plateau_rate(self) -> float:
         """Payload rate of large messages, in bytes per second: the best of the sizes from half the largest on.
 

@@ -44,7 +44,7 @@ def add_calibrate(commands: Commands) -> None:
         "--budget",
         type=seconds,
         metavar="SECONDS",
-        help="measuring time after which only what a price cannot do without is measured (default 60, with --quick 20)",
+        help="measuring time after which only what a price cannot do without is measured (default 60, with --quick 12)",
     )
     add_simulate(calibrate, "calibrate a simulated cluster, in this process, instead of ranks")
     add_ranks(calibrate, "", 600)

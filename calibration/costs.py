@@ -108,6 +108,8 @@ class LinkCosts:
     """Seconds for each message of a rank in a round beyond its first."""
     receiver_rail: bool = False
     """Whether a flow leaves its node by the NIC on the receiver's rail (NCCL's PXN), not by the sender's own."""
+    exchange: float = 0.0
+    """Share of what a port's peers send back over the same pairs that adds to what it sends them, several at once."""
 
     def port_out(self, nic: int) -> float:
         return self.ports_out.get(nic, self.port)
@@ -175,8 +177,9 @@ class ExecutorCosts:
 
     floor_s: float
     """Seconds of an empty call in a series: what a round costs before it moves anything."""
-    call_s: float
-    """Seconds of an isolated empty call."""
+    start_s: float
+    """What an isolated call of a small message takes beyond one in a series: ranks leave a barrier one after the other,
+    and nothing is warm. A move begins once."""
     overlap: float
     """Share of the shorter of in-node and cross-node traffic that is hidden behind the longer one: 0 none, 1 all."""
     in_node: LinkCosts | None

@@ -53,6 +53,8 @@ def fit_costs(
     which stand in for how nodes, the cluster and stages share where that was not measured. Raises NothingMeasured where
     no curve has two sizes."""
     widths = _widths(cells) if widths is None else widths
+    start = _start(cells, executor)
+    cells = [_in_series(cell, start) if cell.executor == executor else cell for cell in cells]
     mine = [cell for cell in cells if cell.executor == executor]
     empty = {cell.calls: cell.median_s for cell in mine if cell.pattern == "empty"}
     links = {kind: _fit_link(cells, kind, topology, executor, widths) for kind in (IN_NODE, CROSS_NODE)}
@@ -64,7 +66,7 @@ def fit_costs(
         raise NothingMeasured(f"no link was measured with {executor}")
     return ExecutorCosts(
         floor_s=empty[max(empty)] if empty else 0.0,
-        call_s=empty.get(1, 0.0),
+        start_s=start,
         overlap=_overlap(mine, like),
         in_node=links[IN_NODE],
         cross_node=links[CROSS_NODE],
@@ -134,11 +136,12 @@ def _fit_link(
         port=float(np.median(every)) if every else many,
         ports_out=ports_out,
         ports_in=ports_in,
-        node=loads.node(mine),
+        node=1.0,
         crowd={},
         message_s=_message_s(cells, kind),
         receiver_rail=rail,
     )
+    link = replace(link, node=loads.node(mine, link))
     link = replace(link, crowd=loads.crowd(mine, link))
 
     def penalty(pattern: str) -> list[tuple[float, Cell]]:
@@ -149,6 +152,7 @@ def _fit_link(
     two_way = [min(found / cell.size - 1, 1.5) for found, cell in penalty(f"{kind} two-way")]
     # A pair that is full duplex proves that its ports are.
     turn = [min(found / cell.size - 1, *two_way, 1.5) for found, cell in penalty("turn") if two_way]
+    exchange = [found / loads.explained(cell, link) - 1 for found, cell in penalty("dense both ways")]
     # So do ranks that send to, and receive from, all of another node at once.
     proof = [loads.effective(cell) / loads.largest(cell) for cell in mine if cell.pattern == "dense"]
     fan_in = [min(found / loads.total(cell), *proof, 2.0) for found, cell in penalty(f"{kind} fan-in")]
@@ -157,6 +161,7 @@ def _fit_link(
         link,
         two_way=max(two_way, default=0.0),
         turn=max(turn, default=0.0),
+        exchange=min(max(exchange, default=0.0), 1.5) if kind == CROSS_NODE else 0.0,
         fan_in=max([link.fan_in, *fan_in]),
         fan_out=max([link.fan_out, *fan_out]),
     )
@@ -190,8 +195,8 @@ _CAPACITY_PATTERNS = {
         "in_node apart",
     ),
     CROSS_NODE: (
-        "cross_node pair", "cross_node two-way", "cross_node fan-in", "cross_node fan-out", "nic", "rails", "dense",
-        "dense both ways", "dense ring", "turn",
+        "cross_node pair", "cross_node two-way", "cross_node fan-in", "cross_node fan-out", "nic", "rails", "halves",
+        "dense", "dense both ways", "dense ring", "turn",
     ),
 }  # fmt: skip
 
@@ -270,34 +275,68 @@ class _Loads:
         )
         return sent, received
 
-    def node(self, cells: Sequence[Cell]) -> float:
-        """Smallest factor of the mean bytes per port of a node, one direction, over cells that use all its ports."""
+    def node(self, cells: Sequence[Cell], link: LinkCosts) -> float:
+        """Smallest factor of the mean bytes per port of a node, one direction, over cells that use all its ports; what
+        as many ports take on several nodes is no node's doing."""
+        known = self._crowd([cell for cell in cells if not self._full(cell)], link)
+        apart = replace(link, crowd=known and {**known, len(self._nodes) + 1: known[max(known)]})
         found = []
         for cell in cells:
             used = [set(self._ports(cell, side)) for side in (0, 1)]
+            crowded = self._crowding(cell, apart)
             for side in (0, 1):
                 busy = Counter(self._home(port) for port in used[side])
                 for node, load in self._by(cell, self._node, side).items():
                     if busy[node] == self._width[node]:
-                        found.append(self.effective(cell) / load * self._width[node])
+                        found.append(self.effective(cell) / crowded / load * self._width[node])
         return _settled(min(found, default=1.0))
 
     def _home(self, port: int) -> int:
         return self._nodes[port]
 
+    def _full(self, cell: Cell) -> bool:
+        """Whether the cell uses all ports of a node that has several, in one direction."""
+        for side in (0, 1):
+            busy = Counter(self._home(port) for port in set(self._ports(cell, side)))
+            if any(count == self._width[node] > 1 for node, count in busy.items()):
+                return True
+        return False
+
+    def _crowding(self, cell: Cell, link: LinkCosts) -> float:
+        """How many times as long as its busiest port alone the cell takes by ``link.crowd``, at least once."""
+        if not link.crowd:
+            return 1.0
+        loads = self._ports_of(cell, link)
+        alone = max(float(side.max()) for side in loads)
+        return max(1.0, *(float(link.crowded(side[None, :])[0]) / alone for side in loads))
+
     def crowd(self, cells: Sequence[Cell], link: LinkCosts) -> dict[int, float]:
-        """``LinkCosts.crowd`` from the cells that load all their ports alike; that more ports at once are faster than
-        fewer is noise. Empty where none is slowed down."""
+        """``LinkCosts.crowd`` from the cells that load all their ports alike: what is no node's doing. Empty where none
+        is slowed down."""
+        found = self._crowd(cells, link)
+        return found if found and found[max(found)] > 1 + _NOISE else {}
+
+    def _crowd(self, cells: Sequence[Cell], link: LinkCosts) -> dict[int, float]:
+        """By number of busy ports. That more ports at once are faster than fewer is noise."""
         found: dict[int, float] = {}
         for cell in cells:
             loads = max(self._ports_of(cell, link), key=lambda side: float(side.max()))
             if loads.min() > 0.99 * loads.max():
                 factor = self.effective(cell) / float(loads.max())
+                if self.effective(cell) <= (1 + _NOISE) * self._through_nodes(cell, link):
+                    factor = 1.0
                 found[len(loads)] = min(found.get(len(loads), np.inf), factor)
         least = np.inf
         for busy in sorted(found, reverse=True):
             least = found[busy] = min(least, found[busy])
-        return {busy: max(factor, 1.0) for busy, factor in sorted(found.items()) if found[max(found)] > 1 + _NOISE}
+        return {busy: max(factor, 1.0) for busy, factor in sorted(found.items())}
+
+    def _through_nodes(self, cell: Cell, link: LinkCosts) -> float:
+        """Effective bytes of the busiest node, one direction; 0 where nodes do not hold ports back."""
+        if link.node == 1:
+            return 0.0
+        sides = (self._by(cell, self._node, side).items() for side in (0, 1))
+        return max(load * link.node / self._width[node] for side in sides for node, load in side)
 
     def _ports_of(self, cell: Cell, link: LinkCosts) -> list[FloatArray]:
         """Effective bytes of the ports that send, then of those that receive."""
@@ -337,6 +376,24 @@ def _port_factor(own: Sequence[float], other: Sequence[float]) -> float:
 def _settled(factor: float) -> float:
     """A factor within noise of 1 is 1."""
     return 1.0 if abs(factor - 1) <= _NOISE else factor
+
+
+def _start(cells: Sequence[Cell], executor: str) -> float:
+    """``ExecutorCosts.start_s``: the median over link classes of lone against serial calls of one size; 0 where no such
+    pair was measured."""
+    found = []
+    for kind in (IN_NODE, CROSS_NODE):
+        serial = {c.flows: c for c in cells if c.pattern == f"{kind} curve" and c.executor == executor and c.calls > 1}
+        lone = [c for c in cells if c.pattern == f"{kind} lone call" and c.executor == executor]
+        found += [cell.median_s - serial[cell.flows].median_s for cell in lone if cell.flows in serial]
+    return max(0.0, float(np.median(found))) if found else 0.0
+
+
+def _in_series(cell: Cell, start_s: float) -> Cell:
+    """The cell as if its calls were part of a series: without ``start_s`` where they were isolated."""
+    if cell.calls > 1 or not cell.flows or start_s == 0:
+        return cell
+    return replace(cell, samples_s=tuple(max(taken - start_s, taken / 2) for taken in cell.samples_s))
 
 
 def _message_s(cells: Sequence[Cell], kind: str) -> float:

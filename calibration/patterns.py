@@ -19,6 +19,7 @@ __all__ = [
     "dense",
     "fan_in",
     "fan_out",
+    "halves",
     "in_node_pairs",
     "matrix_of",
     "nic_peers",
@@ -67,6 +68,14 @@ def cross_pairs(topology: Topology, most: int) -> list[tuple[int, int]]:
 def rails(topology: Topology, here: int, there: int, nbytes: int) -> list[Flow]:
     """All same-index pairs from node ``here`` to node ``there`` at once."""
     return [(r, q, nbytes) for r, q in zip(topology.ranks_of(here), topology.ranks_of(there), strict=False)]
+
+
+def halves(topology: Topology, here: int, there: int, nbytes: int) -> list[Flow]:
+    """The first half of node ``here``'s ranks send to their like of ``there``, whose second half sends back: as many
+    ports as ``rails`` uses, half of them on each node. Empty where a node has one rank."""
+    pairs = list(zip(topology.ranks_of(here), topology.ranks_of(there), strict=False))
+    half = len(pairs) // 2
+    return [(r, q, nbytes) for r, q in pairs[:half]] + [(q, r, nbytes) for r, q in pairs[half:]] if half else []
 
 
 def dense(topology: Topology, here: int, there: int, nbytes: int, *, both: bool = False) -> list[Flow]:

@@ -40,6 +40,8 @@ _FIRST_SHARE = 0.62
 _FIRST_BYTES = 11 * 128
 #: A single NIC is timed with flows of about this long even in the short form: its rate is what bounds are made of.
 _NIC_CALL_S = 0.1
+#: A message of no more bytes takes its latency and little else.
+_SMALL_BYTES = 32 << 10
 #: What is packed: bytes of a run, runs, and strided copies that they are spread over.
 _PACKED = (
     (16, 65536, 1), (16, 1024, 16), (64, 1024, 1024), (256, 4096, 1), (1024, 16, 16), (1024, 1024, 1024),
@@ -98,7 +100,11 @@ class Prober(Recorder):
         return call
 
     def _steps(self, first: bool) -> list[tuple[str, Callable[[], None]]]:
-        steps: list[tuple[str, Callable[[], None]]] = [("empty call", self._empty), ("time against size", self._curves)]
+        steps: list[tuple[str, Callable[[], None]]] = [
+            ("empty call", self._empty),
+            ("time against size", self._curves),
+            ("lone calls", self._lone),
+        ]
         if first:
             steps.append(("shared NICs", self._sharing))
         steps += [
@@ -150,6 +156,13 @@ class Prober(Recorder):
             if (ends and size >= LEAST_END_BYTES) or expected > 4 * self.settings.largest_s:
                 return
             size *= factor if size * factor <= self.largest_bytes else 2
+
+    def _lone(self) -> None:
+        """A message that is all latency, once more in a call of its own: the curve has it in a series."""
+        for kind, known in ((IN_NODE, self._near), (CROSS_NODE, self._far)):
+            small = [cell for cell in self.of(f"{kind} curve") if cell.size <= _SMALL_BYTES]
+            if known is not None and small:
+                self.cell(f"{kind} lone call", small[-1].flows, small[-1].median_s, calls=1)
 
     def _pairs(self) -> None:
         near, far = (patterns.in_node_pairs, IN_NODE, self._near), (patterns.cross_pairs, CROSS_NODE, self._far)
@@ -284,6 +297,9 @@ class Prober(Recorder):
         size, expected = self.flow_bytes(CROSS_NODE, self.settings.call_s)
         self.cell("rails", patterns.rails(topology, 0, 1, size), expected)
         self.cell("dense", patterns.dense(topology, 0, 1, size), expected)
+        halves = patterns.halves(topology, 0, 1, size)
+        if halves:
+            self.cell("halves", halves, expected)
         self.cell("dense both ways", patterns.dense(topology, 0, 1, size, both=True), expected)
         flows = patterns.turn(topology, 0, 1, size)
         if flows:

@@ -2,7 +2,7 @@
 
 ``price_loads(schedule.loads(executor), topology, profile, executor)`` prices one schedule; a ``Pricer`` prices many.
 
-Per round and rank: pack, then communicate, then unpack. Communication is the call's floor, plus the messages beyond the
+A schedule begins once (``start_s``). Per round and rank: pack, then communicate, then unpack. Communication is the call's floor, plus the messages beyond the
 first, plus the longer of in-node and cross-node traffic, plus the part of the shorter one that does not overlap; copies
 within the rank run beside it. The traffic of a link class takes as long as a lone flow of *effective bytes*, the
 largest over the pair (with the duplex of the executor), the rank's port (fan-in, fan-out, turn), the NIC in both
@@ -124,12 +124,14 @@ class Pricer:
 
     def _cell_error(self, cell: Cell) -> float:
         own = self if self._measured and self._fitted else Pricer(self.profile, self.profile.topology, self.executor)
-        return abs(float(own.terms(flow_loads(list(cell.flows))).communicate.max()) / cell.median_s - 1)
+        loads = flow_loads(list(cell.flows))
+        return abs(float(own._ends(loads, own.terms(loads), cell.calls > 1)[-1]) / cell.median_s - 1)
 
-    def price(self, loads: RoundLoads) -> Price:
-        """Price ``loads``. Raises InputError where a link class was not measured."""
+    def price(self, loads: RoundLoads, *, in_series: bool = False) -> Price:
+        """Price ``loads``; ``in_series``: as one of many calls back to back, not one begun after a pause. Raises
+        InputError where a link class was not measured."""
         terms = self.terms(loads)
-        ends = self._run(loads, terms)
+        ends = self._ends(loads, terms, in_series)
         total = float(ends[-1]) if len(ends) else 0.0
         rounds = np.diff(np.concatenate([[0.0], ends]))
         width = self.spread * (1 if self._measured and not terms.extrapolated else 2)
@@ -222,7 +224,7 @@ class Pricer:
             found = np.maximum(found, seconds.sum(axis=1, keepdims=True) / world_lanes)
         return np.where(seconds > 0, found, 0.0)
 
-    def _run(self, loads: RoundLoads, terms: RoundTerms) -> FloatArray:
+    def _ends(self, loads: RoundLoads, terms: RoundTerms, in_series: bool) -> FloatArray:
         """When the last rank is through with each round (rounds), rounds following each other without a barrier."""
         clock = np.zeros(self.topology.world_size)
         ends = np.zeros(loads.rounds)
@@ -242,4 +244,5 @@ class Pricer:
                 np.maximum.at(start, ours, ready[theirs])
             clock = start + terms.communicate[number] + terms.unpack[number]
             ends[number] = clock.max()
-        return np.maximum.accumulate(ends)
+        ends = np.maximum.accumulate(ends)
+        return ends if in_series or not ends.any() else ends + self.costs.start_s

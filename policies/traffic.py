@@ -36,6 +36,8 @@ class Traffic:
         self._round, self._src, self._dst = loads.round[rows], loads.src[rows], loads.dst[rows]
         self._bytes = loads.bytes[rows].astype(np.float64)
         messages = loads.messages[rows].astype(np.float64)
+        # What comes back over the same pair in the same round.
+        self._back = self._returned() if link.two_way > 0 or link.exchange > 0 else np.zeros_like(self._bytes)
         out_key, in_key = self._round * self._world + self._src, self._round * self._world + self._dst
         out, into = self._sum(out_key, self._bytes), self._sum(in_key, self._bytes)
         effective = self._pairs(out_key, in_key)
@@ -64,46 +66,46 @@ class Traffic:
 
     def _pairs(self, out_key: IntArray, in_key: IntArray) -> FloatArray:
         """Largest effective bytes of a rank's pairs: the larger direction plus ``two_way`` of the smaller."""
-        size = self._bytes
-        if self._link.two_way > 0:
-            size = self._with_return(size)
+        larger, smaller = np.maximum(self._bytes, self._back), np.minimum(self._bytes, self._back)
+        size = larger + self._link.two_way * smaller if self._link.two_way > 0 else self._bytes
         return np.maximum(self._largest(out_key, size), self._largest(in_key, size))
 
-    def _with_return(self, size: FloatArray) -> FloatArray:
+    def _returned(self) -> FloatArray:
+        """Bytes (rows) that the receiver of each row sends to its sender in the same round."""
+        found = np.zeros_like(self._bytes)
         world = self._world
         pair, back = self._src * world + self._dst, self._dst * world + self._src
         ever = np.zeros(world * world, dtype=bool)
         ever[pair] = True
         rows = np.flatnonzero(ever[back])
         if not len(rows):
-            return size
+            return found
         key = self._round[rows] * (world * world) + pair[rows]
         order = np.argsort(key, kind="stable")
         ordered = key[order]
         wanted = self._round[rows] * (world * world) + back[rows]
         place = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
-        there = np.where(ordered[place] == wanted, size[rows[order[place]]], 0.0)
-        merged = size.copy()
-        merged[rows] = np.maximum(size[rows], there) + self._link.two_way * np.minimum(size[rows], there)
-        return merged
+        found[rows] = np.where(ordered[place] == wanted, self._bytes[rows[order[place]]], 0.0)
+        return found
 
     def _fan(self, total: FloatArray, key: IntArray, factor: float) -> FloatArray:
         """Bytes of a rank in one direction, weighted: the full factor from two equal peers on, none for a lone one."""
         if factor == 1:
             return total
         if factor < 1:
-            return self._fair(key, np.full(self._world, factor), self._world)
+            return self._fair(key, self._bytes, np.full(self._world, factor), self._world)
         lone = self._largest(key, self._bytes)
         return total + (factor - 1) * np.minimum(total, 2 * (total - lone))
 
-    def _fair(self, key: IntArray, factors: FloatArray, ports: int) -> FloatArray:
-        """Effective bytes of the ports (rounds, ports) that one flow does not fill, ``key`` being round * ports + port.
+    def _fair(self, key: IntArray, nbytes: FloatArray, factors: FloatArray, ports: int) -> FloatArray:
+        """Effective bytes of the ports (rounds, ports) that one flow of ``nbytes`` (rows) does not fill, ``key`` (rows)
+        being round * ports + port.
 
         The flows of a port share it evenly; as the short ones end, fewer are left than it takes to fill it. With n(b)
         flows of more than b bytes that is the integral of max(1, factor * n(b)) over b up to the largest.
         """
-        order = np.argsort(key + self._bytes * 2.0**-36)
-        size, place = self._bytes[order], key[order]
+        order = np.argsort(key + nbytes * 2.0**-38)
+        size, place = nbytes[order], key[order]
         first = np.concatenate([[True], place[1:] != place[:-1]])
         step = np.where(first, size, size - np.concatenate([[0.0], size[:-1]]))
         count = np.bincount(place, minlength=self._rounds * ports)
@@ -113,9 +115,13 @@ class Traffic:
         found = np.bincount(place, weights=step * weight, minlength=self._rounds * ports)
         return found.astype(np.float64).reshape(self._rounds, ports)
 
-    def _through(self, key: IntArray, total: FloatArray, factors: FloatArray) -> FloatArray:
-        """Effective bytes of NICs that carry ``total`` (rounds, NICs) in one direction."""
-        return self._fair(key, factors, len(factors)) if factors.min() < 1 - _SMALL else total * factors
+    def _through(self, key: IntArray, factors: FloatArray) -> FloatArray:
+        """Effective bytes of NICs (rounds, NICs) in one direction, ``key`` (rows) being round * NICs + NIC."""
+        nbytes = self._bytes + self._link.exchange * np.minimum(self._bytes, self._back)
+        if factors.min() < 1 - _SMALL:
+            return self._fair(key, nbytes, factors, len(factors))
+        total = np.bincount(key, weights=nbytes, minlength=self._rounds * len(factors))
+        return total.astype(np.float64).reshape(self._rounds, len(factors)) * factors
 
     def _both(self, out: FloatArray, into: FloatArray) -> FloatArray:
         return np.maximum(out, into) + self._link.turn * np.minimum(out, into)
@@ -137,9 +143,8 @@ class Traffic:
             if link.receiver_rail:
                 leaving = np.searchsorted(names, topology.nic_on_rail_of(self._src, self._dst))
             key = self._round * ports + leaving
-            carried = np.bincount(key, weights=self._bytes, minlength=self._rounds * ports).astype(np.float64)
-            sent = self._through(key, carried.reshape(self._rounds, ports), factor_out)
-            received = self._through(self._round * ports + port[self._dst], grouped(into, port, ports), factor_in)
+            sent = self._through(key, factor_out)
+            received = self._through(self._round * ports + port[self._dst], factor_in)
             through = self._both(sent, received)
             found = through[:, port]
             if link.receiver_rail:

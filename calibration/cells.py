@@ -6,6 +6,7 @@ invented cluster (tests, simulation). No torch import.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from relaymeter.errors import NothingMeasured
 from relaymeter.records import median_interval
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Samples",
     "Sampling",
     "Wrong",
+    "check_times",
 ]
 
 IntArray = NDArray[np.int64]
@@ -66,12 +69,23 @@ class Sampling:
         if count >= self.maximum or moved_bytes >= self.volume_bytes:
             return True
         median, low, high = median_interval(times_s)
+        if not (all(map(math.isfinite, times_s)) and median > 0):
+            return True  # the clock stands still: more of the same says no more, see check_times
         scatter = (max(times_s) - min(times_s)) / median
         if scatter <= self.quiet:
             return True
         if spent_s >= self.seconds:
             return scatter <= ROUGH or count >= ROUGH_SAMPLES or spent_s >= 3 * self.seconds
         return count >= STEADY_SAMPLES and (high - low) / 2 <= self.half_width * median
+
+
+def check_times(times_s: Sequence[float], what: str) -> None:
+    """Raise NothingMeasured, naming ``what`` was timed, unless there are times and all are finite and above 0 s."""
+    if not times_s or not all(math.isfinite(taken) and taken > 0 for taken in times_s):
+        raise NothingMeasured(
+            f"{what}: calls took {list(times_s[:3])} s by the clock, of which no price can be made: look at the "
+            "machine's clock"
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from relaymeter.calibration.cells import Cell, Instruments, PackCell, Samples, Sampling
+from relaymeter.calibration.cells import Cell, Instruments, PackCell, Samples, Sampling, check_times
 from relaymeter.calibration.costs import CROSS_NODE, IN_NODE
 from relaymeter.calibration.patterns import matrix_of
 from relaymeter.calibration.profiles import Profile
@@ -19,9 +19,9 @@ from relaymeter.records import median_interval
 from relaymeter.relayout.topology import Topology
 from relaymeter.units import format_bytes
 
-__all__ = ["DRIFT", "CheckResult", "SpotResult", "check_cluster", "judge", "spots"]
+__all__ = ["DRIFT", "CheckResult", "SpotResult", "check_cluster", "judge", "limit_text", "spots"]
 
-#: A median that differs by more than this ratio, either way, has drifted.
+#: A median that differs by more than this ratio, either way, has drifted: from -13 % / +15 % on.
 DRIFT = 0.15
 #: However much a calibration scattered, twice as slow (or fast) is drift.
 _WIDEST = 1.0
@@ -63,8 +63,25 @@ class SpotResult:
     verdict: str
     """``ok``, ``drift``, or ``noisy``: farther off than the limit, but within the scatter of the samples."""
 
+    @property
+    def part(self) -> str:
+        """What a price takes from this cell: ``the empty call``, ``traffic inside nodes``, ``traffic between nodes`` or
+        ``packing``."""
+        kinds = (("empty", "the empty call"), ("packing", "packing"), ("in node", "traffic inside nodes"))
+        return next((part for begin, part in kinds if self.name.startswith(begin)), "traffic between nodes")
+
+    @property
+    def passed_limit(self) -> str:
+        """The side of the limit that the drift lies beyond, as ``"-13%"``."""
+        return limit_text(self.limit).split(" / ")[self.drift > 0]
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def limit_text(limit: float) -> str:
+    """A limit that is a ratio either way, as the drifts that it allows: ``"-13% / +15%"`` of 0.15."""
+    return f"{1 / (1 + limit) - 1:.0%} / {limit:+.0%}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +97,14 @@ class CheckResult:
     def drifted(self) -> tuple[SpotResult, ...]:
         """The cells that have drifted."""
         return tuple(spot for spot in self.spots if spot.verdict == "drift")
+
+    @property
+    def drifted_parts(self) -> str:
+        """What has drifted and which way, as ``"packing got faster, traffic between nodes got slower"``."""
+        ways: dict[str, set[str]] = {}
+        for spot in self.drifted:
+            ways.setdefault(spot.part, set()).add("slower" if spot.drift > 0 else "faster")
+        return ", ".join(f"{part} got {' and '.join(sorted(found))}" for part, found in ways.items())
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -140,8 +165,10 @@ def judge(name: str, nbytes: int, old: Sequence[float], new: Sequence[float], li
     """Hold samples against those of the profile, in seconds. Pure.
 
     Drift: the medians differ by more than ``limit`` as a ratio either way, and their distribution-free 95 % intervals
-    do not meet.
+    do not meet. Raises NothingMeasured where samples are no times.
     """
+    check_times(old, f"spot-check, {name}, in the profile")
+    check_times(new, f"spot-check, {name}")
     then, now = median_interval(old), median_interval(new)
     far = max(now[0] / then[0], then[0] / now[0]) > 1 + limit
     apart = now[1] > then[2] or now[2] < then[1]

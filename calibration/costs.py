@@ -30,12 +30,14 @@ class Curve:
 
     ``bytes`` and ``seconds`` are the measured sizes and their isotonic medians, strictly rising. Between them seconds
     are interpolated log-log; below the first size they stay constant; above the last one they grow by
-    ``tail_s_per_byte`` (extrapolated).
+    ``tail_s_per_byte`` (extrapolated). ``drained``: what messages of these sizes add up by on a port that they share;
+    empty: by their bytes.
     """
 
     bytes: tuple[int, ...]
     seconds: tuple[float, ...]
     tail_s_per_byte: float
+    drained: tuple[float, ...] = ()
 
     @cached_property
     def _log_bytes(self) -> FloatArray:
@@ -62,6 +64,20 @@ class Curve:
             return self.bytes[0] * seconds / self.seconds[0]
         return float(np.exp(np.interp(np.log(seconds), self._log_seconds, self._log_bytes)))
 
+    @cached_property
+    def _log_drained(self) -> FloatArray:
+        return np.log(np.asarray(self.drained or self.bytes, dtype=np.float64))
+
+    def drain(self, nbytes: FloatArray) -> FloatArray:
+        """What messages of ``nbytes`` (any shape) add up by where they share a port: the bytes that the port moves at
+        the plateau's rate while one of them drains. At least ``nbytes``; more of them for the ramp of small messages,
+        never more per byte for larger ones. Elementwise, rising."""
+        return _log_log(nbytes, self._log_bytes, self._log_drained)
+
+    def fill(self, drained: FloatArray) -> FloatArray:
+        """Bytes of the lone flow that drains as long: exact inverse of ``drain``."""
+        return _log_log(drained, self._log_drained, self._log_bytes)
+
     @property
     def plateau_rate(self) -> float:
         """Payload rate of large messages, in bytes per second: the best of the sizes from half the largest on.
@@ -75,6 +91,15 @@ class Curve:
     def largest(self) -> int:
         """Largest measured size; prices above it are extrapolated."""
         return self.bytes[-1]
+
+
+def _log_log(wanted: FloatArray, known: FloatArray, values: FloatArray) -> FloatArray:
+    """Interpolation between logarithms, in proportion beyond both ends."""
+    log = np.log(np.maximum(wanted, 1e-300))
+    inside = np.interp(log, known, values)
+    beyond = np.minimum(log - known[0], 0.0) + np.maximum(log - known[-1], 0.0)
+    found: FloatArray = np.where(wanted > 0, np.exp(inside + beyond), 0.0)
+    return found
 
 
 @dataclass(frozen=True)
@@ -117,6 +142,10 @@ class LinkCosts:
     def port_in(self, nic: int) -> float:
         return self.ports_in.get(nic, self.port)
 
+    def plateau_of(self, nic: int) -> float:
+        """Payload bytes per second of one NIC, the faster direction."""
+        return self.curve.plateau_rate / min(self.port_out(nic), self.port_in(nic))
+
     @property
     def port_rate(self) -> float:
         """Payload bytes per second of a usual port, one direction."""
@@ -142,9 +171,8 @@ class LinkCosts:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> LinkCosts:
-        curve = Curve(
-            tuple(entry["curve"]["bytes"]), tuple(entry["curve"]["seconds"]), entry["curve"]["tail_s_per_byte"]
-        )
+        columns = {key: tuple(entry["curve"][key]) for key in ("bytes", "seconds", "drained")}
+        curve = Curve(**columns, tail_s_per_byte=entry["curve"]["tail_s_per_byte"])
         keyed = ("ports_out", "ports_in", "crowd")
         ports = {key: {int(nic): float(f) for nic, f in entry[key].items()} for key in keyed}
         return cls(**{**entry, **ports, "curve": curve})

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,19 @@ def fit_curve(sizes: Sequence[int], seconds: Sequence[float], width: float | Non
     upper = size >= size[-1] / 16
     line = relative_line(np.column_stack([np.ones(int(upper.sum())), size[upper]]), rising[upper])
     peak = float((size / rising).max())
-    return Curve(tuple(int(s) for s in sizes), tuple(rising.tolist()), max(float(line[1]), 1.0 / peak))
+    curve = Curve(tuple(int(s) for s in sizes), tuple(rising.tolist()), max(float(line[1]), 1.0 / peak))
+    return replace(curve, drained=tuple(_drained(size, rising, curve.plateau_rate).tolist()))
+
+
+def _drained(size: FloatArray, seconds: FloatArray, rate: float) -> FloatArray:
+    """``Curve.drained``: what each size takes beyond the latency (of the smallest) at ``rate``, in bytes; at least its
+    bytes, and per byte never more for a larger size."""
+    beyond = (seconds - seconds[0]) * rate / size
+    share = np.exp(isotonic_regression(np.log(np.maximum(beyond, 1.0)), increasing=False))
+    for place in range(1, len(size)):  # a larger message never drains sooner
+        share[place] = max(share[place], share[place - 1] * size[place - 1] / size[place] * (1 + 1e-6))
+    found: FloatArray = share * size
+    return found
 
 
 def _rising(size: FloatArray, time: FloatArray, width: float) -> FloatArray:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from relaymeter.calibration.cells import QUIET_SAMPLES, Samples, Sampling, Wrong
+from relaymeter.calibration.cells import QUIET_SAMPLES, Samples, Sampling, Wrong, check_times
 from relaymeter.errors import InputError
 from relaymeter.relayout.packing import Copies
 from relaymeter.relayout.topology import Topology
@@ -136,11 +136,14 @@ class RankExchange:
         self._ring = torch.empty(0, dtype=torch.uint8, device=world.device)
 
     def connect(self, executor: str) -> float:
-        """Touch every peer once and return the seconds it took (maximum over ranks); kept out of every sample."""
+        """Touch every peer once and return the seconds it took (maximum over ranks); kept out of every sample. Raises
+        NothingMeasured where that is no time."""
         size = self._world.world_size
         matrix = np.full((size, size), 16, dtype=np.int64)
         once = Sampling(warmups=0, maximum=1)
-        return self.measure(matrix, executor, sampling=once).times_s[0]
+        samples = self.measure(matrix, executor, sampling=once)
+        check_times(samples.times_s, f"first exchange by {executor}")
+        return samples.times_s[0]
 
     def measure(
         self, matrix: IntArray, executor: str, *, messages: int = 1, calls: int = 1, sampling: Sampling | None = None

@@ -40,6 +40,8 @@ _FIRST_SHARE = 0.62
 _FIRST_BYTES = 11 * 128
 #: A single NIC is timed with flows of about this long even in the short form: its rate is what bounds are made of.
 _NIC_CALL_S = 0.1
+#: What a further peer costs is measured with so many of them.
+_LEAST_PEERS, _MOST_PEERS = 3, 128
 #: A message of no more bytes takes its latency and little else.
 _SMALL_BYTES = 32 << 10
 #: What is packed: bytes of a run, runs, and strided copies that they are spread over.
@@ -79,17 +81,36 @@ class Prober(Recorder):
             for name, step in self._steps(number == 0):
                 steps.append((f"{executor}: {name}", self._under(executor, number == 0, until, step)))
         steps.append(("packing", self._packing))
+        first = self.settings.first_epoch
         for number, (name, step) in enumerate(steps):
-            self._progress(number / len(steps), name)
+            self._progress(first * number / len(steps), name)
             step()
-        self.again(self.settings.budget_s, lambda share: self._progress(min(share, 1.0), "once more, in another order"))
+        self.again(
+            self.settings.budget_s,
+            lambda share, epoch: self._progress(first + (1 - first) * share, f"epoch {epoch}, in another order"),
+        )
         self._progress(1.0, "probed")
         if self.found.skipped:
-            skipped = ", ".join(dict.fromkeys(self.found.skipped))
-            self.found.warnings.append(
-                f"the budget of {self.settings.budget_s:g} s was spent before: {skipped}; their defaults are used"
-            )
+            self.found.warnings.append(self._went_without(executors))
         return self.found
+
+    def _went_without(self, executors: Sequence[str]) -> str:
+        """What the budget left out, what that does to prices, and the remedy."""
+        skipped = dict.fromkeys(self.found.skipped)
+        left_out = ", ".join(skipped)
+        says = []
+        if any(not name.endswith("uneven") for name in skipped):
+            says.append(
+                "prices take these as another executor showed them, else flows as not disturbing each other and links "
+                "as full duplex"
+            )
+        for executor in executors:
+            if f"{executor} uneven" in skipped:
+                matrices = len(self.found.of("uneven", executor))
+                says.append(f"the error of {executor}'s prices stands on {matrices} matrices")
+        one = f"measure one executor (--executor {executors[0]}) or " if len(executors) > 1 else ""
+        more = f"{one}give more time (--budget {2 * self.settings.budget_s:g})"
+        return f"the budget of {self.settings.budget_s:g} s was spent before: {left_out}: {'; '.join(says)}; {more}"
 
     def _under(self, executor: str, first: bool, until_s: float, step: Callable[[], None]) -> Callable[[], None]:
         def call() -> None:
@@ -354,7 +375,14 @@ class Prober(Recorder):
         self.cell("overlap both", [*across, *inside], expected, calls=1)
 
     def _messages(self) -> None:
-        """The same bytes as one message and as sixteen."""
+        """Small messages to many peers at once; the same bytes as one message and as sixteen."""
+        for kind, known in ((IN_NODE, self._near and self._near[1:]), (CROSS_NODE, self._far)):
+            if known is not None:
+                home = self.topology.node[known[0]]
+                peers = [r for r, node in enumerate(self.topology.node) if (node == home) == (kind == IN_NODE)]
+                flows = patterns.fan_out(known[0], peers[:_MOST_PEERS], _FIRST_BYTES)
+                if len(flows) >= _LEAST_PEERS:
+                    self.cell(f"{kind} peers", flows, self.of(f"{kind} curve")[0].median_s)
         if self.executor != "send-recv":
             return
         for kind, known in ((IN_NODE, self._near and self._near[1:]), (CROSS_NODE, self._far)):
@@ -388,7 +416,7 @@ class Prober(Recorder):
                 ):
                     sampling = Sampling(warmups=2, seconds=self.settings.cell_s / 3)
                     samples = measure(direction, run, runs, copies=copies, ranks=ranks, sampling=sampling)
-                    self.found.spent_s += samples.spent_s
+                    self.note(samples, f"{direction} of {runs} runs of {run} bytes")
                     self.found.pack_cells.append(PackCell(direction, run, runs, copies, len(ranks), samples.times_s))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relaymeter.calibration.cells import Cell, PackCell
-from relaymeter.calibration.costs import ExecutorCosts
+from relaymeter.calibration.costs import CROSS_NODE, IN_NODE, ExecutorCosts, LinkCosts
 from relaymeter.calibration.hashes import canonical, changed, hash_tree
 from relaymeter.calibration.links import Sharing
 from relaymeter.calibration.sanity import unsound
@@ -37,6 +37,8 @@ __all__ = [
 
 #: Version of the profile file. A reader refuses another one.
 PROFILE_SCHEMA = 2
+#: What makes a JSON object a profile, of whatever version.
+_SHAPE = {"schema_version", "sha256", "executors", "fingerprint"}
 #: At most so many edited members are named.
 _NAMED = 3
 
@@ -136,32 +138,35 @@ class Profile:
             )
         return self.executors[executor].costs
 
-    def nic_rate(self, nic: int) -> float:
-        """Payload bytes per second of a NIC of the measured topology (the faster direction). Raises InputError where
-        nothing crosses nodes."""
-        link = self.costs(self.executor).cross_node
-        if link is None:
+    def nic_rate(self, nic: int, executor: str | None = None) -> float:
+        """Payload bytes per second of a NIC of the measured topology (the faster direction) under ``executor``; None:
+        under the fastest of them, as a bound has to take it. Raises InputError where nothing crosses nodes."""
+        found = [link.plateau_of(nic) for link in self._links(CROSS_NODE, executor)]
+        if not found:
             raise InputError(
                 "the profile was measured on a single node: it has no NIC rate; calibrate two nodes or more"
             )
-        return link.curve.plateau_rate / min(link.port_out(nic), link.port_in(nic))
+        return max(found)
 
-    def nic_rates(self, topology: Topology) -> dict[int, float]:
-        """Payload bytes per second of every NIC of ``topology``; NICs that were not measured take the usual rate.
+    def nic_rates(self, topology: Topology, executor: str | None = None) -> dict[int, float]:
+        """``nic_rate`` of every NIC of ``topology``; NICs that were not measured take the usual rate.
 
         Empty on a single node. A topology of other NICs than the measured one takes the usual rate throughout.
         """
-        link = self.costs(self.executor).cross_node
-        if topology.nodes < 2 or link is None:
+        links = self._links(CROSS_NODE, executor)
+        if topology.nodes < 2 or not links:
             return {}
-        same = topology == self.topology
-        return {nic: self.nic_rate(nic) if same else link.port_rate for nic in sorted(set(topology.nic))}
+        same, usual = topology == self.topology, max(link.port_rate for link in links)
+        return {nic: self.nic_rate(nic, executor) if same else usual for nic in sorted(set(topology.nic))}
 
-    @property
-    def port_rate(self) -> float | None:
-        """Payload bytes per second that one rank receives inside its node; None where no node has two ranks."""
-        link = self.costs(self.executor).in_node
-        return None if link is None else link.port_rate
+    def port_rate(self, executor: str | None = None) -> float | None:
+        """Payload bytes per second that one rank receives inside its node under ``executor`` (None: the fastest of
+        them); None where no node has two ranks."""
+        return max((link.port_rate for link in self._links(IN_NODE, executor)), default=None)
+
+    def _links(self, kind: str, executor: str | None) -> list[LinkCosts]:
+        costs = [self.costs(name) for name in (self.executors if executor is None else (executor,))]
+        return [link for found in costs if (link := found.link(kind)) is not None]
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -203,7 +208,12 @@ def _member(value: Any) -> str:
 def from_json(entry: Any, place: str) -> Profile:
     """The profile in parsed JSON; ``place`` names the file in errors. Raises InputError where it is not intact, naming
     the members that were edited, or where a figure is no number."""
-    if not isinstance(entry, dict) or "sha256" not in entry or "executors" not in entry:
+    if isinstance(entry, dict) and entry.get("kind") == "policy":
+        raise InputError(
+            f"{place} is a policy, which choose made of a profile, and no profile: make one with relaymeter calibrate "
+            "--out FILE"
+        )
+    if not isinstance(entry, dict) or not set(entry) >= _SHAPE:
         raise InputError(f"{place} is no profile: make one with relaymeter calibrate --out FILE")
     version = entry.get("schema_version")
     if version != PROFILE_SCHEMA:

@@ -7,16 +7,15 @@ equal on all of them. No torch import.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from relaymeter.calibration.cells import Cell, Instruments, PackCell, Samples, Sampling
+from relaymeter.calibration.cells import Cell, Instruments, PackCell, Samples, Sampling, check_times
 from relaymeter.calibration.links import Sharing
 from relaymeter.calibration.patterns import Flow, matrix_of
-from relaymeter.errors import DigestMismatch, NothingMeasured
+from relaymeter.errors import DigestMismatch
 from relaymeter.records import median_interval
 from relaymeter.relayout.topology import Topology
 
@@ -150,12 +149,16 @@ class Recorder:
         self._samplings.append(sampling)
         return cell
 
-    def again(self, until_s: float, progress: Callable[[float], None]) -> None:
+    def again(self, until_s: float, progress: Callable[[float, int], None]) -> None:
         """Further epochs: measure once more, in an order drawn alike on all ranks, every cell whose samples do not
         agree, until ``until_s`` of spent time or until all are known well enough (``Sampling``'s own limits, and epochs
-        whose medians agree). What lasts longer than one cell, such as another program, is then seen for what it is."""
+        whose medians agree). What lasts longer than one cell, such as another program, is then seen for what it is.
+
+        ``progress(share, epoch)`` hears of each epoch (from 2) as it begins and of each tenth of the time: a share that
+        only grows."""
         rng, begun = np.random.default_rng(20260102), self.found.spent_s
-        for _ in range(self.settings.epochs - 1):
+        told = (0, 0)
+        for epoch in range(2, self.settings.epochs + 1):
             order = [number for number in rng.permutation(len(self.found.cells)).tolist() if self._open(number)]
             for number in order:
                 if self.found.spent_s >= until_s:
@@ -167,7 +170,10 @@ class Recorder:
                 )
                 self.note(samples, f"{cell.pattern} of {cell.size} bytes")
                 self.found.cells[number] = cell.again(samples.times_s)
-                progress((self.found.spent_s - begun) / max(until_s - begun, 1e-9))
+                share = min(1.0, (self.found.spent_s - begun) / max(until_s - begun, 1e-9))
+                if told < (epoch, int(10 * share)):
+                    told = epoch, int(10 * share)
+                    progress(share, epoch)
 
     def _open(self, number: int) -> bool:
         """Whether a cell is worth another epoch: its samples scatter, and too much for their number."""
@@ -178,13 +184,10 @@ class Recorder:
         return len(cell.epochs) < 2 or cell.unstable or (high - low) / 2 > sampling.half_width * median
 
     def note(self, samples: Samples, what: str) -> None:
-        """Count the time of a cell. Raises DigestMismatch where bytes arrived wrong."""
+        """Count the time of a cell. Raises NothingMeasured where its times are none, DigestMismatch where bytes arrived
+        wrong."""
         self.found.spent_s += samples.spent_s
-        if not samples.times_s or not all(math.isfinite(taken) and taken > 0 for taken in samples.times_s):
-            raise NothingMeasured(
-                f"calibration, {self.executor} {what}: calls took {list(samples.times_s[:3])} s by the clock, of which "
-                "no price can be made: look at the machine's clock"
-            )
+        check_times(samples.times_s, f"calibration, {self.executor} {what}")
         if samples.wrong:
             bad = samples.wrong[0]
             total = sum(wrong.bytes for wrong in samples.wrong)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += ", which does not begin with '-'"
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -73,7 +76,7 @@ def _speaker() -> str:
 
 def _open_streams() -> None:
     """Open the null device on each standard stream that is closed, so that no file gets its number: what starts ranks
-    hands these numbers on."""
+    hands these numbers on. Text that a stream's encoding does not have is printed as its escapes."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -84,6 +87,9 @@ def _open_streams() -> None:
                 os.close(opened)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from relaymeter.calibration.check import CheckResult, SpotResult, check_cluster
+from relaymeter.calibration.check import DRIFT, CheckResult, SpotResult, check_cluster, limit_text
 from relaymeter.calibration.profiles import Profile, differences, from_json
 from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.calibration.profiles import save as save_profile
@@ -32,6 +32,7 @@ from relaymeter.harness.jobs import CalibrateJob, CheckJob, ClusterConfig
 from relaymeter.harness.launch import already_in_world
 from relaymeter.harness.simulated import load_preset
 from relaymeter.harness.simulated_profile import simulated_facts
+from relaymeter.policies.price import Pricer
 from relaymeter.records import check_target
 from relaymeter.relayout.topology import Topology
 from relaymeter.units import counted, format_seconds
@@ -56,7 +57,7 @@ def _calibrate(args: argparse.Namespace) -> int:
             "--allow-mismatch is about a profile that exists: give --check PROFILE with it, or leave it out"
         )
     check_target(args.out, force=args.force)
-    check_targets(json=args.json, out=args.out)
+    check_targets(json=args.json, out=args.out, simulate=args.simulate)
     out = emit.Output(args.json, force=args.force)
     hint = already_in_world()
     cluster = None if hint else shapeable(_several(asked_cluster(args, ClusterConfig(nodes=2, ranks_per_node=2))), out)
@@ -79,7 +80,7 @@ def _calibrate_simulated(args: argparse.Namespace) -> int:
     """Calibrate a simulated cluster, in this process, and write the profile."""
     refuse_rank_options(args)
     check_target(args.out, force=args.force)
-    check_targets(json=args.json, out=args.out)
+    check_targets(json=args.json, out=args.out, simulate=args.simulate)
     out = emit.Output(args.json, force=args.force)
     cluster = load_preset(args.simulate)
     executors = None if args.executor == "auto" else simulated_executors(cluster, args.executor)
@@ -92,6 +93,9 @@ def _keep(args: argparse.Namespace, profile: Profile, out: emit.Output) -> int:
     """Print the profile and write it. Returns the exit code."""
     for table in emit.profile_tables(profile):
         out.table(table)
+    passed = sum(gate.passed for gate in profile.gates)
+    if passed == len(profile.gates):
+        out.say(f"gates: {passed} of {passed} passed")
     save_profile(profile, args.out, force=args.force)
     for warning in profile.warnings:
         if not warning.startswith("gate "):  # the table of gates has those
@@ -101,8 +105,21 @@ def _keep(args: argparse.Namespace, profile: Profile, out: emit.Output) -> int:
         out.say(f"first exchange with every peer: {connected} (in no other figure)")
     measured = "measured" if profile.simulated is None else "of simulated time"
     out.say(f"profile: {args.out} ({profile.spent_s:.0f} s {measured}, machine {profile.machine_id})")
+    out.say(error_line(profile))
     out.json(profile.to_json())
     return out.exit_code
+
+
+def error_line(profile: Profile) -> str:
+    """How far the prices of each executor were off on matrices that were never fitted."""
+    parts = []
+    for executor in profile.executors:
+        pricer = Pricer(profile, profile.topology, executor)
+        stands_on = "1 matrix" if pricer.held_out == 1 else f"{pricer.held_out} matrices"
+        if not pricer.held_out:
+            stands_on = "no matrices: twice the error on what was fitted"
+        parts.append(f"{pricer.error:.1%} ({executor}, {stands_on})")
+    return f"prices erred by {', '.join(parts)}"
 
 
 def _several(cluster: ClusterConfig) -> ClusterConfig:
@@ -132,6 +149,7 @@ def _check(args: argparse.Namespace) -> int:
         raise InputError(
             f"--executor {executor}: profile {args.check} measured {' and '.join(profile.executors)} only: leave it out"
         )
+    check_targets(json=args.json, check=args.check, simulate=args.simulate)
     out = emit.Output(args.json, force=args.force)
     if args.simulate is not None:
         return _check_simulated(args, profile, executor, out)
@@ -196,12 +214,12 @@ def _report(
     for spot in found.drifted:
         out.say(
             f"drift: {spot.name}: {format_seconds(spot.old_s)} in the profile, {format_seconds(spot.new_s)} now "
-            f"({spot.drift:+.0%}, more than {spot.limit:.0%})"
+            f"({spot.drift:+.1%}, beyond {spot.passed_limit})"
         )
     if found.drifted:
         out.say(
-            f"{len(found.drifted)} of {counted(len(found.spots), 'cell')} drifted: the profile's prices no longer hold "
-            "here; calibrate again"
+            f"{len(found.drifted)} of {counted(len(found.spots), 'cell')} drifted: {found.drifted_parts}; prices "
+            "that rest on these no longer hold here: calibrate again"
         )
     else:
         out.say(f"no drift: {counted(len(found.spots), 'cell')} measured again by {found.executor}")
@@ -226,12 +244,13 @@ def _table(found: CheckResult) -> Table:
             ("limit", "right"),
             ("verdict", "left"),
         ],
-        caption="median of a call and its interval; limit: 15 %, or the error where calibration missed its own gate",
+        caption=f"median of a call and its interval; limit: {limit_text(DRIFT)}, or the error where calibration missed "
+        "its own gate",
     )
     for spot in found.spots:
         then = emit.time_with_interval(spot.old_s, spot.old_low_s, spot.old_high_s)
         now = emit.time_with_interval(spot.new_s, spot.new_low_s, spot.new_high_s)
-        table.add_row(spot.name, then, now, f"{spot.drift:+.1%}", f"{spot.limit:.0%}", _verdict(spot))
+        table.add_row(spot.name, then, now, f"{spot.drift:+.1%}", limit_text(spot.limit), _verdict(spot))
     return table
 
 

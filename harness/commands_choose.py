@@ -21,6 +21,7 @@ from relaymeter.harness.offline import (
     asked_executors,
     document,
     headline,
+    keep_layouts,
     price_moves,
     print_moves,
     simulated_of,
@@ -28,7 +29,8 @@ from relaymeter.harness.offline import (
 from relaymeter.harness.scenario import load_scenario
 from relaymeter.harness.simulated import load_preset
 from relaymeter.policies.policy import Policy, make_policy
-from relaymeter.policies.policy_file import policies_text, python_text, save_policies
+from relaymeter.policies.policy_file import policies_text, save_policies
+from relaymeter.policies.policy_python import python_text
 from relaymeter.records import check_target
 
 __all__ = ["choose"]
@@ -39,18 +41,20 @@ def choose(args: argparse.Namespace) -> int:
     printed = args.format != "text"
     if printed and args.json == "-":
         raise InputError(f"--format {args.format} and --json - both want standard output: give --json a file")
+    check_targets(profile=args.profile, simulate=args.simulate, scenario=args.scenario, json=args.json, out=args.out)
     scenario = select_moves(load_scenario(args.scenario), args.move)
+    keep_layouts(scenario, json=args.json, out=args.out)
     aside = emit.Output("-" if printed else args.json, force=args.force)  # tables leave standard output to the policy
     out = emit.Output(args.json, force=args.force) if printed else aside
     if args.out is not None:
-        check_targets(json=args.json, out=args.out)
         check_target(args.out, force=args.force)
     profile, mismatch = _open(args)
     moves = plan_scenario(scenario, profile.topology, args.bucket_bytes)
     executors = asked_executors(args.executor, profile)
     priced = price_moves(moves, profile, executors)
     regret = emit_plan.regret_of(priced.entries)
-    aside.say(emit_plan.regret_line(scenario.name, regret, simulated_of(profile)))
+    for line in emit_plan.regret_lines(scenario.name, regret, simulated_of(profile)):
+        aside.say(line)
     aside.say(headline(scenario.name, profile.topology, executors, profile))
     print_moves(priced.entries, profile, mismatch, executors, aside)
     if args.out is not None or printed:
@@ -59,7 +63,7 @@ def choose(args: argparse.Namespace) -> int:
             save_policies(policies, args.out, force=args.force)
             aside.say(f'policy: {args.out} (relaymeter.load_policy("{args.out}") reads it)')
         if printed:
-            aside.json(policies_text(policies) if args.format == "json" else python_text(policies[0]))
+            aside.json(policies_text(policies) if args.format == "json" else python_text(policies))
     found = document(args.command, scenario.name, profile.topology, profile, mismatch, executors, priced)
     if args.json is not None:
         out.json({**found, "regret": regret})

@@ -16,6 +16,7 @@ from relaymeter.harness.offline import (
     asked_executors,
     document,
     headline,
+    keep_layouts,
     price_moves,
     print_moves,
     simulated_of,
@@ -32,13 +33,14 @@ __all__ = ["plan"]
 
 def plan(args: argparse.Namespace) -> int:
     """Plan a scenario on any topology. Returns the exit code."""
+    check_targets(profile=args.profile, scenario=args.scenario, json=args.json, out=args.out)
     scenario = select_moves(load_scenario(args.scenario), args.move)
+    keep_layouts(scenario, json=args.json, out=args.out)
     nodes, ranks_per_node = args.topology
     topology = Topology.grid(nodes, ranks_per_node, args.nic_per)
     profile = None if args.profile is None else load_profile(args.profile)
     out = emit.Output(args.json, force=args.force)
     if args.out is not None:
-        check_targets(json=args.json, out=args.out)
         check_target(args.out, force=args.force)
     moves = plan_scenario(scenario, topology, args.bucket_bytes, planners=planners_of(args.planner))
     executors = asked_executors(args.executor, profile)

@@ -38,15 +38,30 @@ __all__ = [
 ]
 
 
+#: Options that name a file which is read, and those of them that may name something shipped instead.
+_READ = ("profile", "check", "plan", "scenario", "suite", "simulate")
+_SHIPPED = ("scenario", "suite", "simulate")
+
+
 def check_targets(**targets: Path | str | None) -> None:
-    """Refuse two outputs of one name. Raises InputError before any work."""
-    seen: dict[Path, str] = {}
-    for name, target in targets.items():
-        if target is None or target == "-":
+    """Refuse two outputs of one name, and an output that would replace a file which is read, whatever links lead there.
+
+    Keywords are options with their values: ``check_targets(json=args.json, profile=args.profile)``. Raises InputError
+    before any work.
+    """
+    seen: dict[str, str] = {}
+    for name, target in sorted(targets.items(), key=lambda item: item[0] not in _READ):
+        if target is None or target == "-" or (name in _SHIPPED and not str(target).endswith(".toml")):
             continue
-        path = Path(target).absolute()
-        if path in seen:
-            raise InputError(f"--{seen[path]} and --{name} both name {target}: give each its own file")
+        try:
+            path = os.path.realpath(target)
+        except (OSError, ValueError):  # no name of a file: refused where it is opened
+            continue
+        other = seen.get(path)
+        if other is not None and name not in _READ:
+            if other in _READ:
+                raise InputError(f"--{name} {target} would replace the file that --{other} reads: choose another name")
+            raise InputError(f"--{other} and --{name} both name {target}: give each its own file")
         seen[path] = name
 
 
@@ -77,7 +92,9 @@ def write_all(args: argparse.Namespace, writers: Mapping[str, Callable[[], None]
         try:
             write()
         except (OSError, RelaymeterError) as error:
-            text = f"{error.strerror or error}: {error.filename}" if isinstance(error, OSError) else str(error)
+            text = str(error)
+            if isinstance(error, OSError):
+                text = f"{error.strerror or error}: {error.filename or getattr(args, name)}"
             print(f"relaymeter: --{name} was not written: {text}", file=sys.stderr)
             code = EXIT_USAGE
     return code
@@ -111,6 +128,11 @@ def asked_cluster(args: argparse.Namespace, base: ClusterConfig) -> ClusterConfi
         **({"nic_rate_bytes_per_s": args.nic} if "nic" in args else {}),
     }
     kept = {name: value for name, value in asked.items() if value is not None or name == "nic_rate_bytes_per_s"}
+    if asked.get("nic_rate_bytes_per_s") is not None:
+        try:
+            ClusterSpec(nodes=1, ranks_per_node=1, nic_rate_bytes_per_s=args.nic)
+        except InputError as error:
+            raise InputError(f"--nic: {error}") from error
     found = ClusterConfig.model_validate({**base.model_dump(), "shape": True, **kept})
     _spec(found)
     return found

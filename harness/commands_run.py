@@ -41,7 +41,7 @@ from relaymeter.harness.commands_simulated import (
     refuse_rank_options,
     simulated_executors,
 )
-from relaymeter.harness.commands_state import run_state
+from relaymeter.harness.commands_state import MOVE_LIMIT_S, run_state
 from relaymeter.harness.config import ExecutorChoice, PlannerChoice, Scenario, SuiteConfig, check
 from relaymeter.harness.jobs import ClusterConfig, Fault, RunJob, RunStamp
 from relaymeter.harness.launch import already_in_world
@@ -54,6 +54,7 @@ from relaymeter.harness.moves import (
     refuse_unbounded,
     select_moves,
 )
+from relaymeter.harness.offline import keep_layouts
 from relaymeter.harness.plan_file import PlanFile, load_plan
 from relaymeter.harness.plots import check_plot, plot_rows
 from relaymeter.harness.results import keep_results, machine_id, make_stamp
@@ -116,7 +117,7 @@ def _run_weights(args: argparse.Namespace, asked: _Asked) -> int:
     out = emit.Output(args.json, force=args.force)
     if args.plot is not None:
         check_plot(args.plot, force=args.force)
-    check_targets(json=args.json, plot=args.plot)
+    _check_targets(args, asked.scenario)
     machine = machine_id() if profile is None else profile.machine_id
     if args.results is not None:
         check_results(args.results, machine)
@@ -145,7 +146,7 @@ def _run_weights(args: argparse.Namespace, asked: _Asked) -> int:
         bucket_bytes=asked.bucket_bytes,
         repeats=asked.repeats,
         time_limit_s=args.time_limit or _LIMIT_S,
-        move_limit_s=args.move_limit,
+        move_limit_s=args.move_limit or MOVE_LIMIT_S,
         max_extra_bytes=args.max_extra,
         allow_mismatch=args.allow_mismatch,
         nic_per=args.nic_per if hint else None,
@@ -165,11 +166,11 @@ def _run_simulated(args: argparse.Namespace, asked: _Asked) -> int:
     cluster = load_preset(args.simulate)
     profile = None if args.profile is None else load_profile(args.profile)
     if profile is not None:
-        check_profile(cluster, profile, args.profile)
+        check_profile(cluster, profile, args.profile, asked=args.simulate)
     out = emit.Output(args.json, force=args.force)
     if args.plot is not None:
         check_plot(args.plot, force=args.force)
-    check_targets(json=args.json, plot=args.plot)
+    _check_targets(args, asked.scenario)
     machine = machine_id_of(simulated_facts(cluster))
     if args.results is not None:
         check_results(args.results, machine)
@@ -187,6 +188,15 @@ def _run_simulated(args: argparse.Namespace, asked: _Asked) -> int:
     )  # fmt: skip
     rows = simulated_rows(made, moves, lines_of_progress("run"))
     return _report(args, rows, EXIT_OK, profile, asked.scenario, stamp, out, simulated_facts(cluster))
+
+
+def _check_targets(args: argparse.Namespace, scenario: Scenario) -> None:
+    """Raise InputError where an output has the name of another, or of a file that is read."""
+    check_targets(
+        json=args.json, plot=args.plot, results=args.results, profile=args.profile, plan=args.plan,
+        scenario=args.scenario, suite=args.suite, simulate=args.simulate,
+    )  # fmt: skip
+    keep_layouts(scenario, json=args.json, plot=args.plot)
 
 
 def _planned(args: argparse.Namespace) -> _Asked:
@@ -362,8 +372,11 @@ def _keep(
 ) -> Path:
     """Keep rows, profile (if any), plot and how they were made in a folder of their own. ``facts``: of the machine,
     where there is no profile."""
-    folder = keep_results(root, rows, stamp, scenario.name, facts if profile is None else profile.fingerprint)
-    if profile is not None:
-        save_profile(profile, folder / "profile.json")
-    plot_rows(rows, folder / "run.png")
-    return folder
+
+    def more(folder: Path) -> None:
+        if profile is not None:
+            save_profile(profile, folder / "profile.json")
+        plot_rows(rows, folder / "run.png")
+
+    known = facts if profile is None else profile.fingerprint
+    return keep_results(root, rows, stamp, scenario.name, known, more=more)

@@ -18,7 +18,9 @@ from relaymeter.harness.simulated_profile import simulated_profile
 __all__ = ["calibrated", "first_line", "lines_of_progress", "refuse_rank_options", "simulated_executors"]
 
 #: Options about real ranks.
-_RANK_OPTIONS = ("nodes", "ranks_per_node", "nic_per", "time_limit", "allow_mismatch", "max_extra", "fault")
+_RANK_OPTIONS = (
+    "nodes", "ranks_per_node", "nic_per", "time_limit", "move_limit", "allow_mismatch", "max_extra", "fault",
+)  # fmt: skip
 #: Least time between two lines of progress, in seconds.
 _QUIET_S = 5.0
 

@@ -21,9 +21,9 @@ from relaymeter.harness.commands_ranks import asked_cluster, check_world, is_sha
 from relaymeter.harness.jobs import ClusterConfig, SoakFault, SoakJob
 from relaymeter.harness.launch import already_in_world
 from relaymeter.harness.results import machine_id, make_stamp
-from relaymeter.harness.soak_rows import SoakRecord, runs_of
+from relaymeter.harness.soak_rows import SoakRecord, binary_text, places_of, runs_of
 from relaymeter.records import dump_json
-from relaymeter.units import counted, format_bytes, format_rate, format_seconds
+from relaymeter.units import counted, format_rate, format_seconds
 
 __all__ = ["soak"]
 
@@ -74,8 +74,9 @@ def _report(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], code: i
     if runs:
         for line in _origin_lines(record, runs):
             out.say(line)
-        out.table(_pairs_table(runs))
-        out.table(_runs_table(runs))
+        places = places_of(rows)
+        out.table(_pairs_table(runs, places))
+        out.table(_runs_table(runs, places))
     failed = write_all(args, {"json": lambda: out.json("".join(dump_json(row, indent=None) for row in rows))})
     if record.wrong_bytes:
         return EXIT_WRONG_BITS
@@ -90,14 +91,14 @@ def summary_lines(record: SoakRecord) -> Iterator[str]:
     if record.wrong_bytes:
         yield (
             f"WRONG BITS: {counted(record.wrong_bytes, 'byte')} of {counted(record.wrong_messages, 'message')} not as "
-            f"sent ({everyone}: {counted(record.messages, 'message')}, {format_bytes(record.bytes_total)})"
+            f"sent ({everyone}: {counted(record.messages, 'message')}, {binary_text(record.bytes_total)})"
         )
     else:
-        yield f"no wrong byte in {counted(record.messages, 'message')}, {format_bytes(record.bytes_total)} ({everyone})"
+        yield f"no wrong byte in {counted(record.messages, 'message')}, {binary_text(record.bytes_total)} ({everyone})"
     yield (
         f"soak of {record.ranks} ranks on {counted(record.nodes, 'node')} by {' and '.join(record.executors)} over "
         f"{record.backend}: {counted(record.calls, 'call')} in {format_seconds(record.elapsed_s)}, messages of up to "
-        f"{format_bytes(record.message_bytes)}, {format_rate(record.bytes_total / max(record.elapsed_s, 1e-9))}"
+        f"{binary_text(record.message_bytes)}, {format_rate(record.bytes_total / max(record.elapsed_s, 1e-9))}"
     )
     if record.make_s is not None and record.exchange_s is not None and record.check_s is not None:
         yield (
@@ -116,43 +117,46 @@ def _origin_lines(record: SoakRecord, runs: Sequence[WrongRun]) -> Iterator[str]
     for origin, found in record.origins.items():
         grid = found["grid_bytes"]
         lengths = Counter(run.length_bytes for run in runs if run.origin == origin).most_common(3)
-        shown = ", ".join(f"{number} x {length} bytes" for length, number in lengths)
-        where = "whole messages" if grid is None else f"all on a grid of {_binary(grid)}"
+        shown = ", ".join(f"{number} x {binary_text(length)}" for length, number in lengths)
+        where = "whole messages" if grid is None else f"all on a grid of {binary_text(grid)}"
         wrong, of = counted(found["bytes"], "wrong byte"), counted(found["runs"], "run")
         yield f"{origin}: {wrong} in {of} ({shown}), {where}"
 
 
-def _binary(count: int) -> str:
-    """A power of two for people: ``"128 KiB"``."""
-    for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if count >> shift:
-            return f"{count >> shift} {name}"
-    return f"{count} bytes"
+def _rank(rank: int, places: Mapping[int, str]) -> str:
+    """A rank with its node and host, where they are known."""
+    return f"{rank}, {places[rank]}" if rank in places else str(rank)
 
 
-def _pairs_table(runs: Sequence[WrongRun]) -> Table:
+def _pairs_table(runs: Sequence[WrongRun], places: Mapping[int, str]) -> Table:
     table = emit.simple_table(
         "wrong bytes by pair of ranks",
-        [(name, "right") for name in ("from rank", "to rank", "runs", "bytes", "first call", "last call")],
+        [
+            ("from rank", "whole"),
+            ("to rank", "whole"),
+            *((name, "right") for name in ("runs", "bytes", "first call", "last call")),
+        ],
     )
     pairs: dict[tuple[int, int], list[WrongRun]] = {}
     for run in runs:
         pairs.setdefault((run.sender, run.receiver), []).append(run)
     for (sender, receiver), of in sorted(pairs.items()):
         calls = [run.call for run in of]
-        cells = (sender, receiver, len(of), sum(run.wrong_bytes for run in of), min(calls), max(calls))
-        table.add_row(*(str(cell) for cell in cells))
+        cells = (len(of), sum(run.wrong_bytes for run in of), min(calls), max(calls))
+        table.add_row(_rank(sender, places), _rank(receiver, places), *(str(cell) for cell in cells))
     return table
 
 
-def _runs_table(runs: Sequence[WrongRun]) -> Table:
-    columns = ("call", "from rank", "to rank", "message", "begin", "length", "grid")
+def _runs_table(runs: Sequence[WrongRun], places: Mapping[int, str]) -> Table:
+    ranks = [("call", "right"), ("from rank", "whole"), ("to rank", "whole")]
+    sizes = [(name, "right") for name in ("message", "begin", "length", "grid")]
     rest = "" if len(runs) <= _SHOWN else f", the first {_SHOWN} of {len(runs)} (all with --json)"
-    table = emit.simple_table("runs of wrong bytes" + rest, [*((name, "right") for name in columns), ("holds", "left")])
+    table = emit.simple_table(f"runs of wrong bytes, in bytes{rest}", [*ranks, *sizes, ("holds", "left")])
     for run in runs[:_SHOWN]:
-        grid = _binary(min(run.begin_grid_bytes, run.length_grid_bytes))
-        numbers = (run.call, run.sender, run.receiver, run.message_bytes, run.begin_bytes, run.length_bytes)
-        table.add_row(*(str(number) for number in numbers), grid, _holds(run))
+        grid = min(run.begin_grid_bytes, run.length_grid_bytes)
+        numbers = (run.message_bytes, run.begin_bytes, run.length_bytes, grid)
+        pair = (_rank(run.sender, places), _rank(run.receiver, places))
+        table.add_row(str(run.call), *pair, *(str(number) for number in numbers), _holds(run))
     return table
 
 

@@ -36,9 +36,11 @@ from relaymeter.records import dump_lines
 from relaymeter.state_records import OffloadRecord, StateRecord
 from relaymeter.units import counted
 
-__all__ = ["run_state"]
+__all__ = ["MOVE_LIMIT_S", "run_state"]
 
 _LIMIT_S = 1800.0
+#: Limit of one move where ``run`` is not told another, in seconds.
+MOVE_LIMIT_S = 60.0
 StateRow = StateRecord | OffloadRecord
 #: Options of ``run`` that only moves of weights have, with their values where they are not given.
 _WEIGHTS_ONLY = {"profile": None, "simulate": None, "max_extra": None, "plot": None, "allow_mismatch": False}
@@ -49,7 +51,7 @@ def run_state(args: argparse.Namespace, scenario: StateScenario | OffloadScenari
     scenario = _selected(args, scenario)
     _refuse_options(args, scenario)
     out = emit.Output(args.json, force=args.force)
-    check_targets(json=args.json)
+    check_targets(json=args.json, results=args.results, scenario=args.scenario, suite=args.suite)
     if args.results is not None:
         check_results(args.results, machine_id())
     hint = already_in_world()
@@ -189,7 +191,7 @@ def _job(
 ) -> Job:
     common: dict[str, Any] = {
         "time_limit_s": limit_s,
-        "move_limit_s": args.move_limit,
+        "move_limit_s": args.move_limit or MOVE_LIMIT_S,
         "nic_per": args.nic_per if hint else None,
         "stamp": stamp,
     }

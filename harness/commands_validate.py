@@ -27,12 +27,13 @@ from relaymeter.harness.commands_ranks import (
     work_together,
     write_all,
 )
+from relaymeter.harness.commands_simulated import first_line, refuse_rank_options
 from relaymeter.harness.config import check
 from relaymeter.harness.jobs import ClusterConfig, Fault, RunStamp, ValidateJob
 from relaymeter.harness.launch import WorldHint, already_in_world
 from relaymeter.harness.results import keep_results, make_stamp
 from relaymeter.harness.validate_report import Report, make_report
-from relaymeter.records import dump_lines, write_text
+from relaymeter.records import dump_json, dump_lines, write_text
 from relaymeter.validation_records import ValidationRecord
 
 __all__ = ["validate"]
@@ -42,9 +43,14 @@ _LIMIT_S = 1200.0
 
 def validate(args: argparse.Namespace) -> int:
     """Measure and report. Returns the exit code: 6 wrong bits, 3 a bar missed, 0 all met."""
-    check_targets(json=args.json, profile=args.profile)
+    check_targets(json=args.json, profile=args.profile, simulate=_file(args.simulate))
     out = emit.Output(args.json, force=args.force)
     return _simulated(args, out) if args.simulate is not None else _measured(args, out)
+
+
+def _file(simulate: str | None) -> str | None:
+    """The file that ``--simulate`` names, which is read; None for a preset, or where it is not given."""
+    return simulate if simulate is not None and simulate.endswith(".toml") else None
 
 
 def _measured(args: argparse.Namespace, out: emit.Output) -> int:
@@ -76,7 +82,7 @@ def _measured(args: argparse.Namespace, out: emit.Output) -> int:
     rows = [ValidationRecord.from_dict(entry) for entry in result["rows"]]
     if code != EXIT_OK:
         out.say("stopped: the figures of what had been measured follow")
-    return _report(args, rows, code, profile, job.stamp, out)
+    return _report(args, rows, code, profile, job.stamp, out, result["notes"])
 
 
 def _cluster(
@@ -99,30 +105,19 @@ def _cluster(
 
 def _simulated(args: argparse.Namespace, out: emit.Output) -> int:
     from relaymeter.harness.simulated import load_preset
+    from relaymeter.harness.simulated_profile import check_profile
     from relaymeter.harness.validate_run import validate_simulated
 
+    refuse_rank_options(args)
     cluster = load_preset(args.simulate)
     profile = load_profile(args.profile)
-    given = [name for name in ("nodes", "ranks_per_node", "nic_per", "fault") if getattr(args, name) is not None]
-    given += ["nic"] if "nic" in args else []
-    if given:
-        name = given[0].replace("_", "-")
-        raise InputError(f"--{name} is about real ranks, and --simulate {args.simulate} starts none: leave it out")
-    if profile.simulated != cluster.name or profile.topology.node != cluster.topology.node:
-        whose = "real ranks" if profile.simulated is None else f"the simulated cluster {profile.simulated}"
-        raise InputError(
-            f"profile {args.profile} is of {whose}, not of {cluster.name}: relaymeter calibrate --simulate "
-            f"{args.simulate} --out PROFILE makes one"
-        )
+    check_profile(cluster, profile, args.profile, asked=args.simulate)
     if args.results is not None:
         check_results(args.results, profile.machine_id)
-    out.say(f"simulated: {cluster.name}")
+    out.say(first_line(cluster))
     stamp = make_stamp(profile.machine_id, shaped=False)
     rows, agenda = validate_simulated(cluster, profile, stamp, quick=args.quick, say=out.say)
-    for note in agenda.notes:
-        out.say(f"note: {note}")
-    rates = dict.fromkeys(cluster.topology.nic, float(cluster.truth["nic_bytes_per_s"]))
-    return _report(args, rows, EXIT_OK, profile, stamp, out, rates)
+    return _report(args, rows, EXIT_OK, profile, stamp, out, agenda.notes, cluster.nic_rates)
 
 
 def _report(
@@ -132,11 +127,17 @@ def _report(
     profile: Profile,
     stamp: RunStamp,
     out: emit.Output,
+    notes: Sequence[str],
     nic_rates: Mapping[int, float] | None = None,
 ) -> int:
-    """Lines, tables and files. ``nic_rates``: the true payload rate of each NIC, where it is known. Returns the exit
-    code: of the ranks where they failed, else of the figures."""
-    report = make_report(rows, profile, nic_rates=nic_rates)
+    """Lines, tables and files. ``notes``: what was left out and why, and what was searched. ``nic_rates``: the true
+    payload rate of each NIC, where it is known. Returns the exit code: of the ranks where they failed, else of the
+    figures."""
+    try:
+        report = make_report(rows, profile, nic_rates=nic_rates, notes=notes)
+    except InputError:  # rows that no figure can be made of are kept for whoever looks into them
+        write_all(args, {"json": lambda: out.json(dump_lines(rows))})
+        raise
     for line in report.lines:
         out.say(line)
     for table in report.tables:
@@ -152,11 +153,13 @@ def _report(
 
 
 def _keep(root: Path, rows: Sequence[ValidationRecord], profile: Profile, stamp: RunStamp, report: Report) -> Path:
-    """Keep rows, profile, plots and report in a folder of their own."""
+    """Keep rows, profile, plots and report in a folder of their own; ``report.json`` for programs."""
     from relaymeter.harness.validate_plots import draw_plots
 
-    folder = keep_results(root, rows, stamp, "validate", profile.fingerprint, suite="validate")
-    save_profile(profile, folder / "profile.json")
-    plots = draw_plots(rows, profile, folder)
-    write_text(folder / "report.md", report.to_markdown([path.name for path in plots]))
-    return folder
+    def more(folder: Path) -> None:
+        save_profile(profile, folder / "profile.json")
+        plots = draw_plots(rows, profile, folder)
+        write_text(folder / "report.md", report.to_markdown([path.name for path in plots]))
+        write_text(folder / "report.json", dump_json(report.to_dict()))
+
+    return keep_results(root, rows, stamp, "validate", profile.fingerprint, suite="validate", more=more)

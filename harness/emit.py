@@ -23,7 +23,8 @@ from rich.table import Table
 from relaymeter.calibration.profiles import Profile
 from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError
 from relaymeter.records import check_target, dump_json, write_text
-from relaymeter.units import format_bytes, format_rate, format_seconds
+from relaymeter.relayout.topology import Topology
+from relaymeter.units import counted, format_bytes, format_rate, format_seconds
 
 __all__ = [
     "NONE",
@@ -179,11 +180,11 @@ def unpriced(executor: str, profile: Profile) -> str:
 
 
 def profile_tables(profile: Profile) -> list[Table]:
-    """What a calibration found: the fitted figures of each executor with their intervals, and its own gates."""
-    shape = "+".join(str(len(profile.topology.ranks_of(node))) for node in range(profile.topology.nodes))
+    """What a calibration found: the fitted figures of each executor with their intervals, and the gates that it
+    missed, if any."""
     figures = simple_table(
         ("" if profile.simulated is None else f"simulated ({profile.simulated}): ")
-        + f"calibration of {shape} ranks by node, {len(set(profile.topology.nic))} NICs"
+        + f"calibration of {_shape(profile.topology)}, {counted(len(set(profile.topology.nic)), 'NIC')}"
         + (" (quick)" if profile.quick else ""),
         [("figure", "left"), *((executor, "right") for executor in profile.executors)],
         caption="value [5 %, 95 %] of the bootstrap",
@@ -194,14 +195,22 @@ def profile_tables(profile: Profile) -> list[Table]:
         figures.add_row(name, *(NONE if cell is None else _with_interval(name, cell) for cell in cells))
     passed = sum(gate.passed for gate in profile.gates)
     gates = simple_table(
-        f"gates: {passed} of {len(profile.gates)} passed" + ("" if passed == len(profile.gates) else "; missed:"),
+        f"gates: {passed} of {len(profile.gates)} passed; missed:",
         [("gate", "left"), ("value", "right"), ("limit", "right")],
         caption="a missed gate says which prices are rough: close other programs, give more --budget, calibrate again",
     )
     for gate in profile.gates:
         if not gate.passed:
             gates.add_row(gate.name, NONE if gate.value is None else f"{gate.value:.3g}", f"{gate.limit:.3g}")
-    return [figures, gates]
+    return [figures, gates] if passed < len(profile.gates) else [figures]
+
+
+def _shape(topology: Topology) -> str:
+    """``"16 nodes x 8 ranks"``, or where nodes differ ``"4+2 ranks by node"``."""
+    ranks = [len(topology.ranks_of(node)) for node in range(topology.nodes)]
+    if len(set(ranks)) == 1:
+        return f"{counted(len(ranks), 'node')} x {counted(ranks[0], 'rank')}"
+    return f"{'+'.join(map(str, ranks))} ranks by node"
 
 
 def _with_interval(name: str, triple: tuple[float, float, float]) -> str:

@@ -11,7 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from relaymeter.harness.emit import NONE, simple_table, size_text, time_text, time_with_interval
+from relaymeter.policies.regret import figures_text, won_back_text
 from relaymeter.policies.scaling import Scaling, ScalingCell
+from relaymeter.policies.thresholds import RULE_ROUTES
 from relaymeter.relayout.routes import ROUTES
 from relaymeter.units import counted, format_seconds
 
@@ -21,7 +23,7 @@ __all__ = [
     "fallback_lines",
     "plan_table",
     "price_table",
-    "regret_line",
+    "regret_lines",
     "regret_of",
     "scaling_lines",
     "scaling_table",
@@ -73,7 +75,7 @@ def price_table(entry: Entry, *, full_name: bool = False) -> Table:
         f"{_title(entry, full_name)}: routes by block class",
         [("weights", "left"), ("tensors", "right"), ("block\nelements", "right"), ("ranks\na node", "right"),
          ("bytes", "right"), ("route", "left"), *((name, "right") for name in routes)],
-        caption="prices: all blocks of the class moved alone; bytes: each block counted once",
+        caption="prices: all blocks of the class moved alone; bytes: each block counted once" + _against_price(entry),
     )  # fmt: skip
     for row in entry["classes"]:
         prices = [time_text(row["prices_s"].get(route)) for route in routes]
@@ -82,6 +84,17 @@ def price_table(entry: Entry, *, full_name: bool = False) -> Table:
             row["route"] or NONE, *prices,
         )  # fmt: skip
     return table
+
+
+def _against_price(entry: Entry) -> str:
+    """Why classes may go by another route than their cheapest alone, where some do, and what it gains."""
+    if entry.get("cheapest_alone_s") is None:
+        return ""
+    more = entry["cheapest_alone_s"] - entry["chosen_s"]
+    return (
+        "\na route is chosen for what the whole move gains, as classes share rounds and messages: with every class by "
+        f"its\ncheapest alone the move would take {format_seconds(abs(more))} {'less' if more < 0 else 'more'}"
+    )
 
 
 def candidate_table(entries: Sequence[Entry]) -> Table:
@@ -112,7 +125,8 @@ def candidate_table(entries: Sequence[Entry]) -> Table:
 
 
 def choice_lines(move: Entry, *, full_name: bool = False) -> list[str]:
-    """The choice in words, ``min_relay`` and ``min_split`` by ranks per node, and the regret of today's constants."""
+    """The choice in words, ``min_relay`` and ``min_split`` by ranks per node, and what today's constants, these and the
+    chosen routes take."""
     if move["choice"] is None:
         return []
     lines = [f"{_title(move, full_name)}: chosen {move['choice']}; {_trust(move)}"]
@@ -121,11 +135,9 @@ def choice_lines(move: Entry, *, full_name: bool = False) -> list[str]:
             value, low, high = found["elements"], found["low"], found["high"]
             text = f"{name}({fanout} ranks per node) = {_elements(value)}"
             lines.append(text + ("" if low == high else f" [{_edge(low)}, {_edge(high)}]"))
-    regret, fixed = move["regret_fixed_s"], move["fixed_constants_s"]
-    share = f" ({regret / (fixed - regret):+.1%})" if fixed > regret else ""
-    lines.append(
-        f"today's constants (65,536 elements) would take {time_text(fixed)}: {_signed(regret)} over the choice{share}"
-    )
+    if any(one["low"] != one["high"] for by in move["thresholds"].values() for one in by.values()):
+        lines.append("[5 %, 95 %] of the bootstrap: the scatter of the measurement only, not the error of the model")
+    lines.append(f"predicted: {_figures(move, _beyond_rule([move]))}")
     return lines
 
 
@@ -136,7 +148,8 @@ def regret_of(entries: Sequence[Entry]) -> dict[str, Any] | None:
     mine = [one for one in entries if (one["planner"], one["executor"]) == (first["planner"], first["executor"])]
     if not mine or any(one["choice"] is None for one in mine):
         return None
-    chosen, fixed = (sum(one[key] for one in mine) for key in ("chosen_s", "fixed_constants_s"))
+    keys = ("chosen_s", "fixed_constants_s", "found_constants_s")
+    chosen, fixed, found = (sum(one[key] for one in mine) for key in keys)
     error = max(one["price_error"] for one in mine)
     return {
         "executor": mine[0]["executor"],
@@ -144,15 +157,36 @@ def regret_of(entries: Sequence[Entry]) -> dict[str, Any] | None:
         "choices": sum(row["route"] is not None for one in mine for row in one["classes"]),
         "chosen_s": chosen,
         "fixed_constants_s": fixed,
+        "found_constants_s": found,
+        "beyond_rule": _beyond_rule(mine),
         "regret_fixed_s": fixed - chosen,
         "price_error": error,
         "within_error": abs(fixed - chosen) <= error * chosen,
         "extrapolated": any(one["extrapolated"] for one in mine),
+        "beyond": list(dict.fromkeys(text for one in mine for text in one["beyond"])),
     }
 
 
-def regret_line(scenario: str, regret: Mapping[str, Any] | None, simulated: str | None) -> str:
-    """The headline of ``choose``: in seconds and per cent what keeping 65,536 costs, also where it costs nothing."""
+def _beyond_rule(entries: Sequence[Entry]) -> list[str]:
+    """The chosen routes that no two thresholds can ask for."""
+    used = {row["route"] for one in entries for row in one["classes"]}
+    return [name for name in ROUTES if name in used and name not in RULE_ROUTES]
+
+
+def regret_lines(scenario: str, regret: Mapping[str, Any] | None, simulated: str | None) -> list[str]:
+    """The headline of ``choose``: in seconds and per cent what keeping 65,536 costs, also where it costs nothing, and
+    how much of it better constants win back; below it the predicted times that it is made of."""
+    lines = [_headline(scenario, regret, simulated)]
+    if regret is not None and regret["choices"]:
+        lines.append(f"predicted for {scenario}: {_figures(regret, regret['beyond_rule'])}")
+    return lines
+
+
+def _figures(found: Mapping[str, Any], beyond_rule: Sequence[str]) -> str:
+    return figures_text(found["fixed_constants_s"], found["found_constants_s"], found["chosen_s"], beyond_rule)
+
+
+def _headline(scenario: str, regret: Mapping[str, Any] | None, simulated: str | None) -> str:
     start = "" if simulated is None else f"simulated ({simulated}): "
     start += "keeping 65,536 elements for min_relay and min_split"
     if regret is None:
@@ -161,16 +195,17 @@ def regret_line(scenario: str, regret: Mapping[str, Any] | None, simulated: str 
     if not regret["choices"]:
         return f"{start} costs nothing on {what}: every route carries its blocks alike"
     lost, chosen, fixed = (regret[key] for key in ("regret_fixed_s", "chosen_s", "fixed_constants_s"))
-    times = f"{time_text(fixed)} predicted against {time_text(chosen)} with the routes below"
     if abs(lost) <= 1e-9 * chosen:
-        text = f"{start} costs nothing on {what}: {time_text(chosen)} predicted with it and with the routes below"
+        text = f"{start} costs nothing on {what}"
     else:
         share = f"{abs(lost) / chosen:.1%}" if chosen else "all"
         verb, sign = ("costs", "+") if lost > 0 else ("saves", "-")
-        text = f"{start} {verb} {format_seconds(abs(lost))} ({sign}{share}) on {what}: {times}"
+        text = f"{start} {verb} {format_seconds(abs(lost))} ({sign}{share}) on {what}"
+        if lost > 0:
+            text += f"; {won_back_text(fixed, regret['found_constants_s'], chosen)}"
         if regret["within_error"]:
             text += f"; within the error of the prices ({regret['price_error']:.1%}), so it may as well be nothing"
-    return text + ("; beyond what was measured" if regret["extrapolated"] else "")
+    return text + _beyond(regret)
 
 
 def scaling_table(scaling: Scaling) -> Table:
@@ -213,11 +248,14 @@ def _trust(move: Entry) -> str:
         text = f"{error:.1%} error assumed: the calibration measured no matrix that it did not fit"
     else:
         text = f"prices erred by {error:.1%} (median, 3% at least) on {matrices} matrices measured but not fitted"
-    return text + ("; beyond what was measured, so the error here is not known" if move["extrapolated"] else "")
+    return text + _beyond(move)
 
 
-def _signed(seconds: float) -> str:
-    return ("-" if seconds < 0 else "+") + format_seconds(abs(seconds))
+def _beyond(found: Mapping[str, Any]) -> str:
+    """Which limits of what was measured a price passes."""
+    if not found["extrapolated"]:
+        return ""
+    return f"; beyond what was measured: {', '.join(found['beyond'])}; the error here is not known"
 
 
 def _elements(count: int | None) -> str:

@@ -150,7 +150,7 @@ def _simulated(row: MoveRecord) -> str:
 
 
 def _digests(row: MoveRecord) -> str:
-    return f"{row.digest_passed}/{row.digest_total}" if row.simulated is None else "not\napplicable"
+    return f"{row.digest_passed}/{row.digest_total}" if row.simulated is None else NONE
 
 
 def _ratio(row: MoveRecord) -> str:

@@ -154,12 +154,17 @@ class LaunchResult:
     seconds: float
     tails: Mapping[int, str] = field(default_factory=dict)
     """Last lines of the error output of each rank that failed."""
+    frozen: tuple[int, ...] = ()
+    """Ranks that were found stopped when the time limit ended all."""
 
     def report(self) -> str:
         """Failures of all ranks in one text, worst first, each line prefixed with its ranks; empty without any."""
         lines = []
         if self.timed_out:
             lines.append(f"time limit: ranks were ended after {self.seconds:.1f} s")
+        if self.frozen:
+            names = ", ".join(map(str, self.frozen))
+            lines.append(f"rank {names} was frozen (stopped by a signal, as kill -STOP does): the others waited for it")
         groups: dict[tuple[int, str, str], list[RankEnd]] = {}
         for end in self.ranks:
             if end.rank in self.tails:
@@ -244,7 +249,8 @@ def launch(
             if running is not None:
                 running.end_all()
     ends = running.ends if running is not None else ()
-    code = interrupted or verdict(ends, timed_out)
+    frozen = running.frozen if running is not None else ()
+    code = interrupted or verdict(ends, timed_out, frozen)
     result = LaunchResult(
         exit_code=code,
         ranks=ends,
@@ -254,6 +260,7 @@ def launch(
         reason=reason,
         seconds=time.monotonic() - began,
         tails={} if interrupted else {end.rank: _tail(end.log) for end in ends if _failed(end)},
+        frozen=frozen,
     )
     if print_failures:
         sys.stderr.write(result.report())
@@ -261,9 +268,11 @@ def launch(
     return result
 
 
-def verdict(ends: Sequence[RankEnd], timed_out: bool = False) -> int:
-    """Exit code of a launch: 6 (wrong bits), 7 (a rank lost or killed), 2, 3, 4, 5, 124 (time limit), 1, else 0."""
+def verdict(ends: Sequence[RankEnd], timed_out: bool = False, frozen: Sequence[int] = ()) -> int:
+    """Exit code of a launch: 6 (wrong bits), 7 (a rank lost, killed or ``frozen`` at the time limit), 2, 3, 4, 5, 124
+    (time limit), 1, else 0."""
     codes = [end.verdict for end in ends] + ([EXIT_TIME_LIMIT] if timed_out else [])
+    codes += [EXIT_RANK_LOST] if frozen else []
     return min(codes, key=_order, default=EXIT_OK)
 
 
@@ -276,6 +285,7 @@ class _Ranks:
         self._started: list[float] = []
         self._ends: dict[int, RankEnd] = {}
         self._told: set[int] = set()
+        self.frozen: tuple[int, ...] = ()
 
     def __enter__(self) -> _Ranks:
         return self
@@ -318,6 +328,7 @@ class _Ranks:
         while self._collect():
             now = time.monotonic()
             if now >= deadline:
+                self.frozen = tuple(k for k in self._running() if state_of(self._processes[k].pid) == "T")
                 self.end_all()
                 return True
             if failed_at is None and any(_failed(end) for end in self._ends.values()):

@@ -7,16 +7,21 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from relaymeter.calibration.profiles import Profile
+from relaymeter.errors import InputError
 from relaymeter.harness import emit, emit_plan
+from relaymeter.harness.config import Scenario
 from relaymeter.harness.moves import PlannedMove, executors_of
 from relaymeter.policies.choose import Choice
 from relaymeter.policies.choose import choose as choose_routes
 from relaymeter.policies.price import price_loads
+from relaymeter.policies.reach import gates_note, shape_text
 from relaymeter.relayout.bounds import lower_bound
 from relaymeter.relayout.schedule import Schedule
 from relaymeter.relayout.topology import Topology
@@ -28,6 +33,7 @@ __all__ = [
     "asked_executors",
     "document",
     "headline",
+    "keep_layouts",
     "price_moves",
     "print_moves",
     "simulated_of",
@@ -47,8 +53,24 @@ class PricedMoves:
 
 
 def asked_executors(choice: str, profile: Profile | None) -> tuple[str, ...]:
-    """The executors that ``--executor`` stands for: ``auto`` is the one that the profile measured first."""
-    return (profile.executor,) if choice == "auto" and profile is not None else executors_of(choice)
+    """The executors that ``--executor`` stands for, the default first: with a profile the one that it measured first,
+    which ``auto`` stands for."""
+    if profile is None:
+        return executors_of(choice)
+    if choice == "auto":
+        return (profile.executor,)
+    return tuple(sorted(executors_of(choice), key=lambda name: name != profile.executor))
+
+
+def keep_layouts(scenario: Scenario, **targets: Path | str | None) -> None:
+    """Refuse an output, by option, that would replace a layout file of the scenario. Raises InputError."""
+    named = (scenario.source.layout, *(move.layout for move in scenario.moves))
+    read = {os.path.realpath(layout) for layout in named if layout is not None}
+    for option, target in targets.items():
+        if target is not None and target != "-" and os.path.realpath(target) in read:
+            raise InputError(
+                f"--{option} {target} would replace the layout file that {scenario.name} reads: choose another name"
+            )
 
 
 def price_moves(moves: Sequence[PlannedMove], profile: Profile | None, executors: Sequence[str]) -> PricedMoves:
@@ -86,6 +108,7 @@ def document(
         "planners": list(dict.fromkeys(entry["planner"] for entry in priced.entries)),
         "executors": list(executors),
         "profile": stamp(profile),
+        "profile_note": None if profile is None else gates_note(profile),
         "profile_mismatch": list(mismatch),
         "moves": list(priced.entries),
     }
@@ -101,6 +124,9 @@ def print_moves(
     """What there is to know of the profile, then the tables of every move."""
     for text in mismatch:
         out.say(f"profile of another machine: {text}")
+    note = None if profile is None else gates_note(profile)
+    if note is not None:
+        out.say(f"note: {note}")
     for executor in executors:
         if profile is not None and executor not in profile.executors:
             out.say(f"note: {emit.unpriced(executor, profile)}")
@@ -140,13 +166,7 @@ def simulated_of(profile: Profile | None) -> str | None:
 
 def headline(scenario: str, topology: Topology, executors: Sequence[str], profile: Profile | None) -> str:
     """What was planned, and what it was priced with."""
-    ranks = [len(topology.ranks_of(node)) for node in range(topology.nodes)]
-    shape = (
-        f"{counted(topology.nodes, 'node')} x {counted(ranks[0], 'rank')}"
-        if len(set(ranks)) == 1
-        else f"ranks by node {ranks}"
-    )
-    text = f"{scenario} on {shape}, {counted(len(set(topology.nic)), 'NIC')}, {' and '.join(executors)}"
+    text = f"{scenario} on {shape_text(topology)}, {counted(len(set(topology.nic)), 'NIC')}, {' and '.join(executors)}"
     if profile is None:
         return text + "; no profile, so no prices: give --profile PROFILE"
     if profile.topology != topology:
@@ -166,7 +186,7 @@ def _entry(move: PlannedMove, profile: Profile | None, executor: str, choice: Ch
         candidates.append({**row, "chosen": schedule.input_hash == picked, "plan_s": move.plan_s + schedule_s})
     bound = None
     if profile is not None:
-        bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate)
+        bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate())
     return {
         "move": move.name,
         "planner": move.planner,
@@ -189,8 +209,11 @@ def _entry(move: PlannedMove, profile: Profile | None, executor: str, choice: Ch
         "price_error": None if choice is None else choice.error,
         "price_error_matrices": None if choice is None else choice.error_matrices,
         "extrapolated": None if choice is None else choice.extrapolated,
+        "beyond": None if choice is None else list(choice.beyond),
         "chosen_s": None if choice is None else choice.chosen.total_s,
         "fixed_constants_s": None if choice is None else choice.fixed.total_s,
+        "found_constants_s": None if choice is None or choice.found is None else choice.found.total_s,
+        "cheapest_alone_s": None if choice is None or choice.cheapest is None else choice.cheapest.total_s,
         "regret_fixed_s": None if choice is None else choice.regret_fixed_s,
     }
 

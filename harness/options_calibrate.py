@@ -33,7 +33,7 @@ def add_calibrate(commands: Commands) -> None:
         type=named,
         metavar="PROFILE",
         help="measure a few of this profile's cells again, in under 5 s of measuring, on its own cluster (or what the "
-        "options of ranks say): exit code 3 where one drifted by more than 15%%",
+        "options of ranks say): exit code 3 where one drifted beyond -13%% / +15%%",
     )
     calibrate.add_argument(
         "--allow-mismatch", action="store_true", help="with --check: also a profile made by other versions or elsewhere"

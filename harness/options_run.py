@@ -77,9 +77,7 @@ def add_run(commands: Commands) -> None:
         metavar="N",
         help="timed repeats of a row (default 5, or the suite's); or rounds of a training state",
     )
-    run.add_argument(
-        "--move-limit", type=seconds, default=60.0, metavar="SECONDS", help="limit of one move (default 60)"
-    )
+    run.add_argument("--move-limit", type=seconds, metavar="SECONDS", help="limit of one move (default 60)")
     run.add_argument(
         "--allow-mismatch", action="store_true", help="use a profile of another machine (stamped on every row)"
     )

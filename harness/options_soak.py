@@ -37,7 +37,13 @@ def add_soak(commands: Commands) -> None:
         "piece, also beyond the 256MiB at which moves cut theirs",
     )
     add_executor(soak, "send-recv on gloo, all-to-all on NCCL")
-    soak.add_argument("--fault", type=_damage, help=argparse.SUPPRESS)
+    soak.add_argument(
+        "--fault",
+        type=_damage,
+        metavar="KIND:RANK",
+        help="damage one message on purpose as RANK receives it, to see it found: swap (two blocks), flip (a bit), "
+        "stale (a block of the call before), zeros (a block); or kill or stop that rank",
+    )
     add_ranks(soak, "", "a week, or --seconds and 5 minutes")
     add_output(soak, "write summary, ranks and runs of wrong bytes as JSON Lines")
     soak.set_defaults(handler=("commands_soak", "soak"))

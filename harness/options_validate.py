@@ -24,7 +24,8 @@ def add_validate(commands: Commands) -> None:
     validate.add_argument(
         "--quick",
         action="store_true",
-        help="fewer and smaller cases, fewer repeats, moves by the default executor only",
+        help="fewer and smaller cases, fewer repeats, moves by the default executor only: four ranks take about 2.5 "
+        "minutes instead of 7",
     )
     validate.add_argument(
         "--results", type=named, metavar="DIR", help="also keep report, rows, profile and plots under DIR/<machine>/"

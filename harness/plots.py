@@ -70,8 +70,13 @@ def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) ->
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-    figure.savefig(partial, dpi=130)
-    partial.replace(path)
+    try:
+        figure.savefig(partial, dpi=130)
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}: choose another place") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _bars(

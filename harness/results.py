@@ -10,9 +10,10 @@ import hashlib
 import json
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import relaymeter
 from relaymeter.calibration.fingerprint import machine_facts
+from relaymeter.errors import InputError
 from relaymeter.harness.jobs import RunStamp
 from relaymeter.records import Row, dump_lines, write_text
 
@@ -63,18 +65,41 @@ def keep_results(
     facts: Mapping[str, Any] | None = None,
     *,
     suite: str | None = None,
+    more: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write ``<root>/<machine>/<UTC>_<commit>_run-<scenario>/`` with rows and how they were made, and return it.
 
-    ``suite`` stands in for ``run-<scenario>``. ``facts``: of the machine; None: what any process can state. Raises
-    OSError and InputError where it cannot.
+    ``suite`` stands in for ``run-<scenario>``. ``facts``: of the machine; None: what any process can state. ``more``
+    writes further files into the folder that it is given. The folder is made whole under another name and then renamed
+    into place: raises InputError where it cannot be, and leaves nothing.
     """
     when = stamp.utc.replace("-", "").replace(":", "")
-    folder = root / stamp.machine_id / f"{when}_{stamp.commit or 'unknown'}_{suite or f'run-{scenario}'}"
-    folder.mkdir(parents=True)
-    write_text(folder / "rows.jsonl", dump_lines(rows))
-    command = shlex.join(["relaymeter", *sys.argv[1:]])
-    known = machine_facts() if facts is None else facts
-    lines = [command, *(f"{key}: {value}" for key, value in sorted(known.items()))]
-    write_text(folder / "how.txt", "\n".join(lines) + "\n")
+    home = root / stamp.machine_id
+    folder = home / f"{when}_{stamp.commit or 'unknown'}_{suite or f'run-{scenario}'}"
+    made = [path for path in (home, root) if not path.exists()]
+    building = home / f".relaymeter-{secrets.token_hex(8)}"
+    try:
+        building.mkdir(parents=True)
+        write_text(building / "rows.jsonl", dump_lines(rows))
+        command = shlex.join(["relaymeter", *sys.argv[1:]])
+        known = machine_facts() if facts is None else facts
+        lines = [command, *(f"{key}: {value}" for key, value in sorted(known.items()))]
+        text = "\n".join(lines) + "\n"
+        write_text(building / "how.txt", text.encode("utf-8", "backslashreplace").decode())  # names need not be UTF-8
+        if more is not None:
+            more(building)
+        if folder.exists():
+            raise InputError(f"{folder} exists: choose another folder for the results")
+        building.rename(folder)
+    except BaseException as error:
+        shutil.rmtree(building, ignore_errors=True)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        if isinstance(error, OSError):
+            text = error.strerror or str(error)
+            raise InputError(f"cannot write {folder}: {text}: choose another place") from error
+        if isinstance(error, InputError):
+            raise InputError(str(error).replace(str(building), str(folder))) from error
+        raise
     return folder

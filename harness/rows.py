@@ -92,4 +92,4 @@ def _bound(context: RunContext, case: Case) -> Bound | None:
     if context.profile is None:
         return None
     rates = context.profile.nic_rates(context.topology)
-    return lower_bound(case.planned.plan, context.topology, rates, context.profile.port_rate)
+    return lower_bound(case.planned.plan, context.topology, rates, context.profile.port_rate())

@@ -64,7 +64,8 @@ class SimulatedCluster:
     def truth(self) -> Mapping[str, Any]:
         """What calibration should find, by name: payload bytes per second and seconds of an undisturbed cluster.
 
-        ``nic_bytes_per_s``, ``port_bytes_per_s``: one direction, as far as one rank or one NIC may use them;
+        ``nic_bytes_per_s`` (of a NIC that is no straggler; ``nic_rates`` has each), ``port_bytes_per_s``: one
+        direction, as far as one rank or one NIC may use them;
         ``in_node_flow_bytes_per_s`` and ``cross_node_flow_bytes_per_s``: a lone large message, by executor; ``floor_s``
         by executor; ``nics_per_node``; ``segment_s`` and ``pack_bytes_per_s``.
         """
@@ -87,6 +88,13 @@ class SimulatedCluster:
             "segment_s": self.model.packing.segment_s,
             "pack_bytes_per_s": self.model.packing.rate,
         }
+
+    @cached_property
+    def nic_rates(self) -> Mapping[int, float]:
+        """The true payload rate of each NIC of ``topology``, one direction, in bytes per second: stragglers have their
+        own."""
+        slow = {int(name): factor for name, factor in self.model.stragglers.nics.items()}
+        return {nic: self.model.rates.nic / slow.get(nic, 1.0) for nic in sorted(set(self.topology.nic))}
 
     def instruments(self) -> Instruments:
         """The seam that calibration goes through."""

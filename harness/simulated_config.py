@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -199,9 +199,17 @@ def shipped_presets() -> tuple[str, ...]:
 
 
 def load_spec(name: str) -> ClusterModel:
-    """The simulated cluster of that name, or in that TOML file. Raises InputError naming file, key, what is valid."""
+    """The simulated cluster of that name, or in that TOML file. Raises InputError naming file, key, what is valid, and
+    where a file takes the name of a preset for another cluster."""
     path = _find(name)
-    return check(ClusterModel, {"name": path.stem, **_merged(path, _DEPTH)}, f"preset {name}")
+    found = check(ClusterModel, {"name": path.stem, **_merged(path, _DEPTH)}, f"preset {name}")
+    shipped = _presets().get(found.name)
+    if shipped not in (None, path) and found != load_spec(found.name):
+        raise InputError(
+            f"{path} describes another cluster than the preset {found.name}, whose name it has: rename the file, or "
+            "give it a name of its own (name = ...)"
+        )
+    return found
 
 
 def _find(name: str) -> Path:
@@ -214,7 +222,8 @@ def _find(name: str) -> Path:
 
 
 def _merged(path: Path, depth: int) -> dict[str, Any]:
-    """The tables of ``path`` over those of the preset that its key ``like`` names. Raises InputError."""
+    """The tables of ``path`` over those of the preset that its key ``like`` names; where it changes any and has no line
+    ``about`` itself, with one that names them. Raises InputError."""
     entry = toml_entry(path)
     like = entry.pop("like", None)
     if like is None:
@@ -223,7 +232,20 @@ def _merged(path: Path, depth: int) -> dict[str, Any]:
         raise InputError(f"{path}: key 'like' = {like!r}: name a preset or a file that does not lead back here")
     base = _merged(_find(like), depth - 1)
     base.pop("name", None)
+    changed = [key for key in _changed(base, entry) if key != "name"]
+    if changed and "about" not in entry:
+        entry["about"] = f"like {Path(like).stem}, changed: {', '.join(changed)}"
     return _over(base, entry)
+
+
+def _changed(base: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of ``entry`` that ``base`` has not, or with another value, as ``rates.nic``."""
+    for key, value in entry.items():
+        old = base.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            yield from (f"{key}.{inner}" for inner in _changed(old, value))
+        elif key not in base or old != value:
+            yield key
 
 
 def _over(base: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ profile that is not of the cluster. The probes and fits are those of real ranks.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,9 +58,10 @@ def simulated_profile(
     return replace(profile, quick=quick)
 
 
-def check_profile(cluster: SimulatedCluster, profile: Profile, path: Path) -> None:
-    """Raise InputError where ``profile``, read from ``path``, was not made on ``cluster`` as it is now."""
-    again = f"relaymeter calibrate --simulate {cluster.name} --out PROFILE makes one"
+def check_profile(cluster: SimulatedCluster, profile: Profile, path: Path, *, asked: str | None = None) -> None:
+    """Raise InputError where ``profile``, read from ``path``, was not made on ``cluster`` as it is now. ``asked``: what
+    ``--simulate`` names it by, a preset or a file; None: its own name."""
+    again = f"relaymeter calibrate --simulate {shlex.quote(asked or cluster.name)} --out PROFILE makes one"
     if profile.simulated != cluster.name:
         whose = "real ranks" if profile.simulated is None else f"the simulated cluster {profile.simulated}"
         raise InputError(f"profile {path} is of {whose}, not of the simulated cluster {cluster.name}: {again}")

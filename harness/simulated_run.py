@@ -111,7 +111,7 @@ def _row(
     price = bound = None
     if profile is not None:
         price = price_loads(schedule.loads(executor), move.topology, profile, executor)
-        bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate)
+        bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate())
     measured, low, high = median_interval(times)
     return MoveRecord(
         utc=stamp.utc,

@@ -21,11 +21,11 @@ from relaymeter.calibration.soak_plan import SHAPES, SoakSettings
 from relaymeter.calibration.wrong_bytes import WrongRun
 from relaymeter.errors import InputError
 from relaymeter.harness.jobs import SoakFault, SoakJob
-from relaymeter.harness.soak_rows import SoakRecord, by_origin, soak_rows
+from relaymeter.harness.soak_rows import SoakRecord, binary_text, by_origin, soak_rows
 from relaymeter.harness.world import World, watching
 from relaymeter.relayout.announce import Assembly
 from relaymeter.relayout.guard import guarded
-from relaymeter.units import counted, format_bytes, format_rate
+from relaymeter.units import counted, format_rate
 
 __all__ = ["Damage", "run_soak_job"]
 
@@ -84,7 +84,7 @@ def _line(job: SoakJob, progress: SoakProgress) -> str:
     if progress.wrong_bytes:
         wrong = f"WRONG: {counted(progress.wrong_bytes, 'byte')} of {counted(progress.wrong_messages, 'message')}"
     return (
-        f"soak {_fraction(job, progress):4.0%}  {progress.elapsed_s:.0f} s  {format_bytes(progress.total_bytes)} moved"
+        f"soak {_fraction(job, progress):4.0%}  {progress.elapsed_s:.0f} s  {binary_text(progress.total_bytes)} moved"
         f", {rate}, {counted(progress.calls, 'call')}, {wrong}"
     )
 
@@ -126,7 +126,8 @@ def _rows(job: SoakJob, world: World, progress: SoakProgress, runs: Sequence[Wro
         verdict=verdict,
         ok=verdict == "ok",
     )
-    return soak_rows(record, [asdict(totals) for totals in ranks], [run.to_dict() for run in runs])
+    places = list(zip(world.topology.node, world.hosts, strict=True))
+    return soak_rows(record, [asdict(totals) for totals in ranks], [run.to_dict() for run in runs], places)
 
 
 class Damage:

@@ -12,8 +12,9 @@ from typing import Any
 from relaymeter.calibration.wrong_bytes import ORIGINS, WrongRun, grid_of
 from relaymeter.errors import InputError
 from relaymeter.records import plain
+from relaymeter.units import counted
 
-__all__ = ["SOAK_SCHEMA_VERSION", "SoakRecord", "by_origin", "runs_of", "soak_rows"]
+__all__ = ["SOAK_SCHEMA_VERSION", "SoakRecord", "binary_text", "by_origin", "places_of", "runs_of", "soak_rows"]
 
 #: Version of the rows below.
 SOAK_SCHEMA_VERSION = 1
@@ -99,16 +100,48 @@ def by_origin(runs: Sequence[WrongRun]) -> dict[str, dict[str, Any]]:
 
 
 def soak_rows(
-    record: SoakRecord, ranks: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
+    record: SoakRecord,
+    ranks: Sequence[Mapping[str, Any]],
+    runs: Sequence[Mapping[str, Any]],
+    places: Sequence[tuple[int, str]] = (),
 ) -> list[dict[str, Any]]:
-    """The rows of a file: the summary first, then the ranks, then the runs."""
+    """The rows of a file: the summary first, then the ranks, then the runs. ``places``: node and host of every rank,
+    which its rows then name."""
     summary = record.to_dict()
     same = {name: summary[name] for name in _REPEATED}
+
+    def place(rank: int, whose: str = "") -> dict[str, Any]:
+        return {f"{whose}node": places[rank][0], f"{whose}host": places[rank][1]} if places else {}
+
     return [
         summary,
-        *({**same, "kind": "soak-rank", **entry} for entry in ranks),
-        *({**same, "kind": "soak-run", **entry} for entry in runs),
-    ]
+        *({**same, "kind": "soak-rank", **entry, **place(entry["rank"])} for entry in ranks),
+        *(
+            {
+                **same, "kind": "soak-run", **entry,
+                **place(entry["sender"], "sender_"), **place(entry["receiver"], "receiver_"),
+            }
+            for entry in runs
+        ),
+    ]  # fmt: skip
+
+
+def places_of(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """By rank of the runs among rows where it is, for people: ``"node 1 (host-b)"``."""
+    found = {}
+    for row in rows:
+        for whose in ("sender", "receiver"):
+            if row["kind"] == "soak-run" and f"{whose}_node" in row:
+                found[row[whose]] = f"node {row[f'{whose}_node']} ({row[f'{whose}_host']})"
+    return found
+
+
+def binary_text(count: int) -> str:
+    """A size for people, in powers of 1,024 as the grids of wrong bytes are: ``"128 KiB"``."""
+    for shift, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >> shift:
+            return f"{count / (1 << shift):.4g} {name}"
+    return counted(count, "byte")
 
 
 def runs_of(rows: Sequence[Mapping[str, Any]]) -> list[WrongRun]:

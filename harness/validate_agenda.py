@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -17,11 +18,15 @@ from relaymeter.harness.validate_cases import Agenda, Expecter, FlowCase, MoveCa
 from relaymeter.harness.validate_flows import flow_cases
 from relaymeter.harness.validate_mixes import TINY, mix_cases
 from relaymeter.harness.validate_moves import Shape, plan_spec, shapes_for
+from relaymeter.harness.validate_progress import Clock
 from relaymeter.harness.validate_routes import route_cases
 from relaymeter.policies.price import Price
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["Extent", "make_agenda"]
+__all__ = ["FEW_RANKS", "Extent", "make_agenda"]
+
+#: In larger worlds, whose schedules take long to price, less is looked at.
+FEW_RANKS = 32
 
 #: Scale at which a move is priced first, and the largest of moves of many tiny tensors.
 _FIRST_SCALE = 8
@@ -45,7 +50,9 @@ class Extent:
     batch_s: float = 0.8
     """No batch takes longer than this when direct."""
     room_bytes: int = 64 << 20
-    """Most that the destination of one move may hold on one rank."""
+    """Most that the destination of one batch or mix may hold on one rank."""
+    move_room_bytes: int = 64 << 20
+    """The same of a whole move."""
     settings: int = 2
     """Bucket sizes at which the blocks of each threshold and fanout are measured."""
     buckets: tuple[int, ...] = BUCKETS
@@ -87,24 +94,30 @@ def make_agenda(
         flows += flow_cases(profile, topology, executor, hard, call_s=extent.call_s, largest_s=extent.largest_s)
     say(f"{len(flows)} sizes and uneven matrices drawn")
     executors = list(expecters) if extent.others else list(expecters)[:1]
-    planned = [
-        (shape, *_scaled(name, shape, topology, expecters[profile.executor], extent))
-        for name, shape in shapes_for(topology).items()
-    ]
-    for executor in executors:
-        for shape, move, spec in planned:
-            moves += route_cases("move", move, spec, profile, expecters[executor], (*shape.hard, *hard))
+    clock, shapes = Clock(say, "plan"), shapes_for(topology)
+    progress = clock.part("whole moves", 0.0, 0.6)
+    steps = len(shapes) * (1 + len(executors))
+    planned: list[tuple[Shape, PlannedMove, MoveSpec]] = []
+    for name, shape in shapes.items():
+        progress(len(planned) / steps, name)
+        planned.append((shape, *_scaled(name, shape, topology, expecters[profile.executor], extent)))
+    for number, (executor, (shape, move, spec)) in enumerate(product(executors, planned), start=len(planned)):
+        progress(number / steps, f"{move.name}, {executor}")
+        moves += route_cases("move", move, spec, profile, expecters[executor], (*shape.hard, *hard))
     say(f"{len(moves)} whole moves planned and priced")
     for number, executor in enumerate(executors):
         settings = extent.settings if number == 0 else 1
+        brief = number > 0 and topology.world_size > FEW_RANKS
+        share = 0.25 / len(executors)
         batches, texts = batch_cases(
             profile,
             expecters[executor],
             hard,
-            buckets=extent.buckets,
+            buckets=extent.buckets[: 2 if brief else None],
             settings=settings,
             batch_s=extent.batch_s,
             room_bytes=extent.room_bytes,
+            progress=clock.part(f"batches by {executor}", 0.6 + number * share, 0.6 + (number + 1) * share),
         )
         moves, notes = [*moves, *batches], [*notes, *texts]
         say(f"{len(batches)} batches at the thresholds of {executor}")
@@ -116,8 +129,9 @@ def make_agenda(
         most=extent.mixes,
         move_s=extent.move_s,
         room_bytes=extent.room_bytes,
-        say=say,
+        progress=clock.part("mixes of routes", 0.85, 1.0),
     )
+    say(f"{len(mixes)} cases of mixed routes")
     return Agenda(tuple(flows), tuple(_unique([*moves, *mixes])), tuple([*notes, *texts]))
 
 
@@ -170,7 +184,7 @@ def _rescaled(sizes: tuple[int, ...], move: PlannedMove, price: Price, extent: E
             _CROSSING_SHARE * extent.move_s / max(parts["cross_node_s"], 1e-9),
             extent.move_s / max(parts["in_node_s"], 1e-9),
         ]
-    room = extent.room_bytes / max(held, 1)
+    room = extent.move_room_bytes / max(held, 1)
     factors = [min(factor, room) for factor in wanted]
     return tuple(
         int(np.clip(round(size * factor), 1, _LARGEST_SCALE)) for size, factor in zip(sizes, factors, strict=True)

@@ -17,6 +17,7 @@ __all__ = [
     "NONE_HERE",
     "NOT_MEASURED",
     "NO_MEANING",
+    "UNDECIDED",
     "Bar",
     "Figure",
     "figure",
@@ -25,6 +26,8 @@ __all__ = [
 
 MET, MISSED = "met", "missed"
 NOT_MEASURED = "not measured"
+#: Cases stand behind the figure, and the measured intervals of all of them overlap. Never passes.
+UNDECIDED = "undecided"
 #: The figure has no meaning here: no NIC is shaped, nothing moves on a simulated cluster.
 NO_MEANING = "does not apply"
 #: The bar asks for one box among all, and it is not this one.
@@ -69,8 +72,8 @@ class Figure:
 
     @property
     def passed(self) -> bool:
-        """Whether it keeps the exit code at 0: its bars are met, or they have no meaning here. What was not measured
-        never passes."""
+        """Whether it keeps the exit code at 0: its bars are met, or they have no meaning here. What was not measured,
+        or not decided, never passes."""
         return self.status in (MET, NO_MEANING, NONE_HERE)
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 
 from relaymeter.calibration.profiles import Profile
 from relaymeter.harness.validate_cases import Expecter, MoveCase, MoveSpec, Threshold
 from relaymeter.harness.validate_moves import ITEMSIZE, plan_spec
+from relaymeter.harness.validate_progress import Progress
 from relaymeter.harness.validate_routes import route_cases
 from relaymeter.policies.thresholds import BATCH_BLOCKS, find_thresholds, possible_fanouts
 from relaymeter.relayout.routes import DIRECT, RELAY, SPREAD
@@ -43,6 +46,24 @@ class _Setting:
     clear: float
 
 
+class _Priced:
+    """Predicted seconds of batches on one topology by one executor, each priced once."""
+
+    def __init__(self, expecter: Expecter) -> None:
+        self._expecter = expecter
+        self._known: dict[tuple[int, int, int, int], float] = {}
+
+    def seconds(self, fanout: int, elements: int, bucket: int, code: int) -> float:
+        """Of a batch of blocks of ``elements``, by the route of ``code``."""
+        key = (fanout, elements, bucket, code)
+        if key not in self._known:
+            spec = MoveSpec("batch", (BATCH_BLOCKS, elements, fanout), bucket)
+            move = plan_spec(spec, self._expecter.topology)
+            loads = move.schedule(move.groups.uniform(code))[0].loads(self._expecter.executor).apart()
+            self._known[key] = self._expecter.price(loads).total_s
+        return self._known[key]
+
+
 def batch_cases(
     profile: Profile,
     expecter: Expecter,
@@ -52,33 +73,35 @@ def batch_cases(
     settings: int,
     batch_s: float,
     room_bytes: int,
+    progress: Progress,
 ) -> tuple[list[MoveCase], list[str]]:
     """Cases of batches of ``thresholds.BATCH_BLOCKS`` equal blocks, by every route, and notes.
 
     ``buckets``: sizes in bytes that are tried; ``settings``: how many are taken for each threshold and fanout, those
     with clear sides first. A batch takes at most ``batch_s`` seconds when direct, and ``room_bytes`` on a rank. Empty
-    on a single node, and where no node has two ranks. Pure.
+    on a single node, and where no node has two ranks. Pure but for ``progress``.
     """
     cases: list[MoveCase] = []
     notes: list[str] = []
     topology = expecter.topology
     if topology.nodes < 2:
         return cases, notes
-    fanouts = possible_fanouts(topology)
-    for fanout in dict.fromkeys((*fanouts[:1], *fanouts[-1:])):
-        known = {bucket: _thresholds(profile, expecter, fanout, bucket) for bucket in buckets}
-        for kind in _ROUTE_OF:
-            asked = [(bucket, known[bucket][kind]) for bucket in buckets]
-            found = [
-                setting
-                for bucket, threshold in asked
-                if (setting := _setting(expecter, threshold, bucket, batch_s, room_bytes)) is not None
-            ]
-            found.sort(key=lambda setting: (-setting.both, -setting.clear))
-            if not found or not found[0].both:
-                notes.append(_why(expecter.executor, kind, fanout, asked))
-            for setting in _apart(found)[:settings]:
-                cases += _cases(profile, expecter, setting, hard)
+    fanouts, priced = possible_fanouts(topology), _Priced(expecter)
+    thresholds = cache(partial(_thresholds, profile, expecter))
+    taken = tuple(dict.fromkeys((*fanouts[:1], *fanouts[-1:])))
+    for number, (fanout, kind) in enumerate(product(taken, _ROUTE_OF)):
+        progress(number / (len(taken) * len(_ROUTE_OF)), f"{kind}, {fanout} destination ranks")
+        asked = [(bucket, thresholds(fanout, bucket)[kind]) for bucket in buckets]
+        found = [
+            setting
+            for bucket, threshold in asked
+            if (setting := _setting(priced, threshold, bucket, batch_s, room_bytes)) is not None
+        ]
+        found.sort(key=lambda setting: (-setting.both, -setting.clear))
+        if not found or not found[0].both:
+            notes.append(_why(expecter.executor, kind, fanout, asked))
+        for setting in _apart(found)[:settings]:
+            cases += _cases(profile, expecter, setting, hard)
     return cases, notes
 
 
@@ -92,11 +115,11 @@ def _thresholds(profile: Profile, expecter: Expecter, fanout: int, bucket: int) 
     }
 
 
-def _setting(expecter: Expecter, threshold: Threshold, bucket: int, batch_s: float, room_bytes: int) -> _Setting | None:
+def _setting(priced: _Priced, threshold: Threshold, bucket: int, batch_s: float, room_bytes: int) -> _Setting | None:
     """What can be measured at this bucket size: blocks neither too small nor too many bytes in all. None: nothing."""
     if threshold.elements is None:
-        elements = _largest(expecter, threshold, bucket, batch_s, room_bytes)
-        loss = -_gain(expecter, threshold, elements, bucket)[0]
+        elements = _largest(priced, threshold, bucket, batch_s, room_bytes)
+        loss = -_gain(priced, threshold, elements, bucket)[0]
         return _Setting(threshold, bucket, (("large blocks", elements),), False, loss)
     blocks: list[tuple[str, int]] = []
     clear = []
@@ -104,7 +127,7 @@ def _setting(expecter: Expecter, threshold: Threshold, bucket: int, batch_s: flo
         elements = round(threshold.elements * share)
         if elements < _LEAST_ELEMENTS or not _fits(elements, room_bytes):
             continue
-        gain, direct_s = _gain(expecter, threshold, elements, bucket)
+        gain, direct_s = _gain(priced, threshold, elements, bucket)
         if direct_s <= batch_s:
             blocks.append((text, elements))
             clear += [] if share == 1 else [gain if share > 1 else -gain]
@@ -120,12 +143,10 @@ def _fits(elements: int, room_bytes: int) -> bool:
     return BATCH_BLOCKS * elements * ITEMSIZE <= room_bytes
 
 
-def _gain(expecter: Expecter, threshold: Threshold, elements: int, bucket: int) -> tuple[float, float]:
+def _gain(priced: _Priced, threshold: Threshold, elements: int, bucket: int) -> tuple[float, float]:
     """Share of direct's predicted time that the threshold's route saves, and that time."""
-    move = plan_spec(MoveSpec("batch", (BATCH_BLOCKS, elements, threshold.fanout), bucket), expecter.topology)
     direct, other = (
-        expecter.price(move.schedule(move.groups.uniform(code))[0].loads(expecter.executor).apart()).total_s
-        for code in (DIRECT, _ROUTE_OF[threshold.kind])
+        priced.seconds(threshold.fanout, elements, bucket, code) for code in (DIRECT, _ROUTE_OF[threshold.kind])
     )
     return 1 - other / direct, direct
 
@@ -162,9 +183,12 @@ def _cases(profile: Profile, expecter: Expecter, setting: _Setting, hard: Sequen
     return cases
 
 
-def _largest(expecter: Expecter, threshold: Threshold, bucket: int, batch_s: float, room_bytes: int) -> int:
+def _largest(priced: _Priced, threshold: Threshold, bucket: int, batch_s: float, room_bytes: int) -> int:
     """The largest blocks, by a power of four, of which a batch can be measured."""
     elements = _LEAST_ELEMENTS
-    while _fits(elements * _APART, room_bytes) and _gain(expecter, threshold, elements, bucket)[1] <= batch_s / _APART:
+    while (
+        _fits(elements * _APART, room_bytes)
+        and priced.seconds(threshold.fanout, elements, bucket, DIRECT) <= batch_s / _APART
+    ):
         elements *= _APART
     return elements

@@ -11,6 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
+from relaymeter.units import format_bytes
 from relaymeter.validation_records import ValidationRecord
 
 __all__ = [
@@ -54,6 +55,12 @@ class Contest:
     rows: tuple[ValidationRecord, ...]
 
     @property
+    def candidates(self) -> tuple[ValidationRecord, ...]:
+        """The rows, but for one of those that ran exactly the routes that the policy picked: the fastest of these."""
+        chosen = self.chosen
+        return tuple(row for row in self.rows if row is chosen or not row.chosen)
+
+    @property
     def best(self) -> ValidationRecord:
         """The fastest row as measured."""
         return min(self.rows, key=lambda row: row.measured_s)
@@ -68,7 +75,7 @@ class Contest:
         """What the chosen routes cost beyond the best measured ones, as a share of these; None without a chosen row or
         a second candidate."""
         chosen = self.chosen
-        if chosen is None or len(self.rows) < 2:
+        if chosen is None or len(self.candidates) < 2:
             return None
         return chosen.measured_s / self.best.measured_s - 1
 
@@ -84,11 +91,11 @@ def contests(records: Sequence[ValidationRecord], kind: str = "move") -> tuple[C
 
 def ordered_pairs(cases: Sequence[Contest]) -> tuple[int, int]:
     """Pairs of candidates whose measured intervals do not overlap: how many are predicted in the measured order, and
-    how many there are. Two rows of the very routes that the policy picked are one candidate."""
+    how many there are."""
     right = total = 0
     for case in cases:
-        for one, two in combinations(case.rows, 2):
-            if (one.chosen and two.chosen) or not apart(one, two):
+        for one, two in combinations(case.candidates, 2):
+            if not apart(one, two):
                 continue
             total += 1
             right += (one.predicted_s - two.predicted_s) * (one.measured_s - two.measured_s) > 0
@@ -125,6 +132,12 @@ class Side:
     def setting(self) -> tuple[str, str, int, int, int | None, int | None]:
         """What the batches of one threshold share."""
         return self.threshold, self.executor, self.fanout, self.itemsize, self.bucket_bytes, self.limit
+
+    @property
+    def where(self) -> str:
+        """The setting for people."""
+        bucket = "" if self.bucket_bytes is None else f", buckets of {format_bytes(self.bucket_bytes)}"
+        return f"{self.threshold} x{self.fanout}{bucket}, T = {'never' if self.limit is None else self.limit}"
 
     @property
     def side(self) -> str:
@@ -190,15 +203,17 @@ def sides(records: Sequence[ValidationRecord]) -> tuple[Side, ...]:
     )  # fmt: skip
 
 
-def settled(found: Sequence[Side]) -> tuple[int, int]:
-    """Settings whose threshold lies inside the measured block sizes with both sides decided for the predicted one, and
-    all settings."""
-    settings: dict[tuple[object, ...], set[tuple[str, str]]] = {}
+def settled(found: Sequence[Side]) -> tuple[list[Side], int]:
+    """Settings whose threshold lies inside the measured block sizes with both sides decided for the predicted one, each
+    by its first side; and how many settings there are."""
+    settings: dict[tuple[object, ...], list[Side]] = {}
     for one in found:
-        settings.setdefault(one.setting, set()).add((one.side, one.verdict))
+        settings.setdefault(one.setting, []).append(one)
     both = {(BELOW, "right"), (ABOVE, "right")}
     wrong = {(BELOW, "wrong"), (ABOVE, "wrong")}
-    return sum(both <= seen and not wrong & seen for seen in settings.values()), len(settings)
+    seen = {key: {(one.side, one.verdict) for one in mine} for key, mine in settings.items()}
+    decided = [mine[0] for key, mine in settings.items() if both <= seen[key] and not wrong & seen[key]]
+    return decided, len(settings)
 
 
 @dataclass(frozen=True)

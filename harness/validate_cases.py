@@ -176,7 +176,7 @@ class Expecter:
     def __init__(self, profile: Profile, topology: Topology, executor: str) -> None:
         self.executor, self.topology = executor, topology
         self.pricer = Pricer(profile, topology, executor)
-        self._rates, self._port = profile.nic_rates(topology), profile.port_rate
+        self._rates, self._port = profile.nic_rates(topology, executor), profile.port_rate(executor)
         self._constant = self.pricer.costs.floor_s
 
     def price(self, loads: RoundLoads) -> Price:

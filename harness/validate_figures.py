@@ -11,13 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from relaymeter.calibration.patterns import Flow
 from relaymeter.calibration.profiles import Profile
-from relaymeter.errors import EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED, EXIT_OK, EXIT_WRONG_BITS, InputError
+from relaymeter.errors import EXIT_GATE_MISSED, EXIT_NOTHING_MEASURED, EXIT_OK, EXIT_WRONG_BITS
 from relaymeter.harness.box import payload_rate
-from relaymeter.harness.validate_bars import MISSED, NONE_HERE, Bar, Figure, figure, without_meaning
+from relaymeter.harness.validate_bars import MISSED, NONE_HERE, UNDECIDED, Bar, Figure, figure, without_meaning
 from relaymeter.harness.validate_candidates import (
     AT,
     BELOW,
+    Side,
     contests,
     kendall_tau,
     mixes,
@@ -25,17 +27,16 @@ from relaymeter.harness.validate_candidates import (
     settled,
     sides,
 )
+from relaymeter.harness.validate_check import check, wrong_bits
 from relaymeter.validation_records import THRESHOLDS, ValidationRecord
 
 __all__ = [
-    "check",
     "error_figure",
     "executors_of",
     "exit_code",
     "figures",
     "known_nic_rates",
     "nic_errors",
-    "wrong_bits",
 ]
 
 #: Messages from this size on count for the held-out sizes, and from four times it for the NICs' rates.
@@ -44,25 +45,6 @@ NIC_BYTES = 4 << 20
 #: Whole moves: so many scenario x route cells at least, and this share of cells and matrices hard.
 LEAST_CELLS = 24
 HARD_SHARE = 1 / 3
-
-
-def check(records: Sequence[ValidationRecord]) -> None:
-    """Refuse rows of which no figure can be made. Raises InputError naming the row: times that are not positive,
-    simulated and real rows together, two default executors."""
-    for row in records:
-        times = (row.predicted_s, row.measured_s, row.measured_low_s, row.measured_high_s)
-        if not all(isinstance(value, int | float) and math.isfinite(value) and value > 0 for value in times):
-            raise InputError(
-                f"record {row.kind} {row.name}: predicted and measured seconds {times} are not all positive numbers: "
-                "measure it again"
-            )
-    for what, seen in (
-        ("simulated clusters", {row.simulated for row in records}),
-        ("default executors", {row.executor for row in records if row.default_executor}),
-    ):
-        if len(seen) > 1:
-            names = ", ".join(sorted(str(name or "none") for name in seen))
-            raise InputError(f"the records are of several {what} ({names}): report each validation alone")
 
 
 def executors_of(records: Sequence[ValidationRecord], profile: Profile) -> tuple[str, ...]:
@@ -128,12 +110,16 @@ def figures(
     ``nic_rates``: the true payload rate of each NIC in bytes per second, where the profile's fingerprint does not say
     it (a simulated cluster). ``notes``: sentences on what was looked for and could not be measured; one that begins
     with "EXECUTOR min_relay", "EXECUTOR min_split" or "mixed routes" explains that figure where it has no case. Raises
-    InputError on rows of which no figure can be made.
+    InputError on rows of which no figure can be made (``validate_check.check``). Rows with wrong bits count in the
+    figure of the bits alone.
     """
-    check(records)
+    check(records, profile)
+    bad = {id(row) for row in wrong_bits(records)}
+    every = sides([row for row in records if id(row) not in bad])
     found: list[Figure] = []
     for place, executor in enumerate(executors_of(records, profile)):
-        mine = [row for row in records if row.executor == executor]
+        whole = [row for row in records if row.executor == executor]
+        mine = [row for row in whole if id(row) not in bad]
         judged = place == 0
         if judged:
             truth = known_nic_rates(records, profile) if nic_rates is None else nic_rates
@@ -141,8 +127,8 @@ def figures(
         found += [*_errors(executor, mine, judged), _five_line(executor, mine, "move", judged)]
         found += [_five_line(executor, mine, "matrix", False), _regret(executor, mine, judged)]
         found += [_order(executor, mine, "move", judged), _order(executor, mine, "batch", False)]
-        found += [*_thresholds(executor, mine, judged, notes), _mix(executor, mine, judged, notes)]
-        found.append(_bits(executor, mine, judged))
+        found += [*_thresholds(executor, every, judged, notes), _mix(executor, mine, judged, notes)]
+        found.append(_bits(executor, whole, judged))
     return tuple(one for one in found if one.judged or one.count)
 
 
@@ -153,7 +139,7 @@ def _errors(executor: str, records: Sequence[ValidationRecord], judged: bool) ->
     matrices = [row for row in records if row.kind == "matrix"]
     moves = [row for row in records if row.kind == "move"]
     batches = [row for row in records if row.kind in ("batch", "mix")]
-    cells = len({(row.name, row.route) for row in moves}) if moves else None
+    cells = len({(case.name, row.route) for case in contests(moves) for row in case.candidates}) if moves else None
     wide = {"median": 0.08, "p90": 0.20}
     enough = Bar("cells", cells, LEAST_CELLS, least=True, number=True)
     found = [
@@ -179,19 +165,21 @@ def _errors(executor: str, records: Sequence[ValidationRecord], judged: bool) ->
 
 
 def _five_line(executor: str, records: Sequence[ValidationRecord], kind: str, judged: bool) -> Figure:
-    """Median error on the hard cases of ``kind`` over that of the five-line model."""
-    hard = [row for row in records if row.kind == kind and row.hard and row.baseline_error is not None]
-    ours, theirs = (
-        _spread(errors) for errors in ([row.error for row in hard], [row.baseline_error or 0.0 for row in hard])
-    )
+    """Median error on the hard cases of ``kind`` over that of the five-line model on the same ones; none of them may
+    lack the model's word."""
+    hard = [row for row in records if row.kind == kind and row.hard]
+    both = [(row.error, row.baseline_error) for row in hard if row.baseline_error is not None]
+    ours, theirs = _spread([one for one, _ in both]), _spread([other for _, other in both])
     found: dict[str, float | None] = {**ours, **{f"five_line_{name}": value for name, value in theirs.items()}}
     ratio = None
-    if hard:
+    if both:
         mine, other = ours["median"] or 0.0, theirs["median"] or 0.0
         ratio = mine / other if other > 0 else math.inf
     found["ratio"] = ratio
     title = f"over the five-line model, hard {'moves' if kind == 'move' else 'matrices'}"
     bars = [Bar("ratio", ratio, 0.5)]
+    if len(both) < len(hard):
+        bars.append(Bar("without baseline_s", len(hard) - len(both), 0, number=True))
     return figure(f"five-line {kind}", title, executor, judged, len(hard), bars, hard=len(hard), statistics=found)
 
 
@@ -211,26 +199,29 @@ def _order(executor: str, records: Sequence[ValidationRecord], kind: str, judged
     right, total = ordered_pairs(cases)
     share = right / total if total else None
     taus = [
-        kendall_tau([row.predicted_s for row in case.rows], [row.measured_s for row in case.rows]) for case in cases
+        kendall_tau([row.predicted_s for row in case.candidates], [row.measured_s for row in case.candidates])
+        for case in cases
     ]
     known = [tau for tau in taus if tau is not None]
     what = "moves" if kind == "move" else "batches"
+    pairs = sum(math.comb(len(case.candidates), 2) for case in cases)
     return figure(
-        f"order {kind}", f"pairs of routes in order, {what}", executor, judged, total,
+        f"order {kind}", f"pairs of routes in order, {what}", executor, judged, total or pairs,
         [Bar("share", share, 0.95, least=True)],
         statistics={"share": share, "tau": float(np.mean(known)) if known else None},
-        note=f"{right} of {total}",
+        otherwise=MISSED if total else UNDECIDED,
+        note=f"{right} of {total}" if total else f"0 of {pairs} measured apart",
     )  # fmt: skip
 
 
-def _thresholds(executor: str, records: Sequence[ValidationRecord], judged: bool, notes: Sequence[str]) -> list[Figure]:
+def _thresholds(executor: str, every: Sequence[Side], judged: bool, notes: Sequence[str]) -> list[Figure]:
     """Per threshold: of the decided batches below and above it, the share where the predicted side won. Then the
-    settings that have both sides decided, of which the bar asks one among all boxes."""
-    every = sides(records)
+    settings that have both sides decided, of which the bar asks one among all boxes; ``every``: of all executors."""
+    ours = [one for one in every if one.executor == executor]
     found = []
     why = {name: _said(notes, f"{executor} {name}") for name in THRESHOLDS}
     for name in THRESHOLDS:
-        mine = [one for one in every if one.threshold == name and one.side != AT]
+        mine = [one for one in ours if one.threshold == name and one.side != AT]
         right, wrong, open_ = (sum(one.verdict == word for one in mine) for word in ("right", "wrong", "undecided"))
         below = sum(one.verdict == "right" and one.side == BELOW for one in mine)
         share = right / (right + wrong) if right + wrong else None
@@ -239,20 +230,31 @@ def _thresholds(executor: str, records: Sequence[ValidationRecord], judged: bool
         found.append(
             figure(
                 name, f"{name}: the predicted side wins", executor, judged, len(mine), bars,
-                statistics={"share": share}, note=note, why_none=why[name],
+                statistics={"share": share}, otherwise=UNDECIDED if share is None else MISSED, note=note,
+                why_none=why[name],
             )
         )  # fmt: skip
-    both, settings = settled(every)
-    bars = [Bar("settings", both, 1, least=True, number=True)]
-    title = "thresholds with both sides decided"
+    decided, settings = settled(ours)
+    bars = [Bar("settings", len(decided), 1, least=True, number=True)]
+    rivals = [other for other in dict.fromkeys(one.executor for one in every) if other != executor]
+    others = "; ".join(_settings_of(other, every) for other in rivals)
+    more = f"; {others}" if judged and others and not decided else ""
+    why_none = "; ".join(why.values()) if all(why.values()) else ""
     found.append(
         figure(
-            "settled", title, executor, judged, settings, bars, statistics={"settings": both}, otherwise=NONE_HERE,
-            note=f"{both} of {settings} settings",
-            why_none="; ".join(why.values()) if all(why.values()) else "",
+            "settled", "thresholds with both sides decided", executor, judged, settings, bars,
+            statistics={"settings": len(decided)}, otherwise=NONE_HERE,
+            note=f"{len(decided)} of {settings} settings of {executor}{more}",
+            why_none=why_none and why_none + more,
         )
     )  # fmt: skip
     return found
+
+
+def _settings_of(executor: str, every: Sequence[Side]) -> str:
+    """How many settings of an executor have both sides decided, and which one is the first of them."""
+    decided, settings = settled([one for one in every if one.executor == executor])
+    return f"{len(decided)} of {settings} of {executor}" + (f" ({decided[0].where})" if decided else "")
 
 
 def _said(notes: Sequence[str], begin: str) -> str:
@@ -292,11 +294,6 @@ def _bits(executor: str, records: Sequence[ValidationRecord], judged: bool) -> F
     return without_meaning(found, "nothing moves on a simulated cluster") if records and not real else found
 
 
-def wrong_bits(records: Iterable[ValidationRecord]) -> list[ValidationRecord]:
-    """Rows with bits that arrived wrong."""
-    return [row for row in records if row.digest_passed != row.digest_total or row.mismatch is not None]
-
-
 def known_nic_rates(records: Sequence[ValidationRecord], profile: Profile) -> dict[int, float]:
     """The payload rate that the kernel holds each NIC to, in bytes per second; empty where nothing is shaped."""
     cluster = profile.fingerprint.get("cluster") or {}
@@ -308,7 +305,10 @@ def known_nic_rates(records: Sequence[ValidationRecord], profile: Profile) -> di
 
 def nic_errors(profile: Profile, truth: Mapping[int, float]) -> dict[int, tuple[float, ...]]:
     """Per NIC, how far its rates are off the true ones: as fitted, sending and receiving, and as measured in the
-    profile's own cells that carry 4 MiB and more through it (bytes over the median time, latency included)."""
+    profile's own cells that carry 4 MiB and more through it (bytes over the median time, latency included). A cell is
+    held to the slowest of the NICs that it goes through.
+
+    ``truth``: payload bytes per second by NIC."""
     link = profile.costs(profile.executor).cross_node
     if link is None:
         return {}
@@ -317,13 +317,24 @@ def nic_errors(profile: Profile, truth: Mapping[int, float]) -> dict[int, tuple[
         fitted = (link.curve.plateau_rate / factor for factor in (link.port_out(nic), link.port_in(nic)))
         found[nic] = [value / rate - 1 for value in fitted]
     for cell in profile.cells:
-        if cell.pattern == "nic":
-            for end in (0, 1):
-                nics = {profile.topology.nic[flow[end]] for flow in cell.flows}
-                through = sum(flow[2] for flow in cell.flows)
-                if len(nics) == 1 and through >= NIC_BYTES and (nic := nics.pop()) in found:
-                    found[nic].append(through / cell.median_s / truth[nic] - 1)
+        through = sum(flow[2] for flow in cell.flows)
+        if cell.pattern != "nic" or through < NIC_BYTES:
+            continue
+        ends = [_through(profile, cell.flows, end) for end in (0, 1)]
+        if all(nic in truth for end in ends for nic in end):
+            least_s = max(nbytes / truth[nic] for end in ends for nic, nbytes in end.items())
+            for nic in (next(iter(end)) for end in ends if len(end) == 1):
+                found[nic].append(least_s / cell.median_s - 1)
     return {nic: tuple(errors) for nic, errors in found.items()}
+
+
+def _through(profile: Profile, flows: Iterable[Flow], end: int) -> dict[int, int]:
+    """Bytes that each NIC sends (``end`` 0) or receives (1)."""
+    found: dict[int, int] = {}
+    for flow in flows:
+        nic = profile.topology.nic[flow[end]]
+        found[nic] = found.get(nic, 0) + flow[2]
+    return found
 
 
 def _nics(profile: Profile, executor: str, truth: Mapping[int, float]) -> Figure:

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from relaymeter.calibration.measure import RankExchange
 from relaymeter.calibration.profiles import Profile
@@ -24,7 +25,6 @@ from relaymeter.harness.world import World, watching
 from relaymeter.records import dump_json
 from relaymeter.relayout.guard import guarded
 from relaymeter.relayout.topology import Topology
-from relaymeter.validation_records import ValidationRecord
 
 __all__ = ["run_validate_job"]
 
@@ -37,8 +37,9 @@ _LOST_AFTER_S = 20.0
 _CALL_LIMIT_S = 60.0
 
 
-def run_validate_job(job: ValidateJob, world: World, say: Say) -> Iterator[list[ValidationRecord]]:
-    """Do the whole job. Every rank exhausts it after joining; gives all rows so far (rank 0's only).
+def run_validate_job(job: ValidateJob, world: World, say: Say) -> Iterator[dict[str, Any]]:
+    """Do the whole job. Every rank exhausts it after joining; gives all ``rows`` so far (rank 0's only), JSON-ready,
+    and the agenda's ``notes``.
 
     Raises InputError on every rank where the world is not the profile's, RankLost and MoveTimeout out of a move that
     failed.
@@ -55,7 +56,8 @@ def run_validate_job(job: ValidateJob, world: World, say: Say) -> Iterator[list[
             exchange.connect(executor)
         moves = RankMoves(world, topology, time_limit_s=_CALL_LIMIT_S, heartbeat=heartbeat, say=say, fault=job.fault)
         about = About(job.stamp, default)
-        yield from measure_agenda(agenda, topology, exchange.measure, moves, about, repeats_of(job.quick), say)
+        for rows in measure_agenda(agenda, topology, exchange.measure, moves, about, repeats_of(job.quick), say):
+            yield {"rows": [row.to_dict() for row in rows], "notes": list(agenda.notes)}
 
 
 def _shared_agenda(
@@ -69,8 +71,6 @@ def _shared_agenda(
             _refuse_other_world(job, world, profile)
             hard = ("unshaped",) if job.unshaped else ()
             agenda = make_agenda(profile, profile.topology, extent_of(job.quick), hard=hard, say=say)
-            for note in agenda.notes:
-                say(f"note: {note}")
             message = {
                 "agenda": agenda.to_json(), "topology": profile.topology.to_dict(), "executor": profile.executor,
             }  # fmt: skip

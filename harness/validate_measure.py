@@ -14,13 +14,12 @@ from typing import Protocol
 from relaymeter.calibration.cells import Measure, Sampling
 from relaymeter.calibration.patterns import matrix_of
 from relaymeter.harness.validate_cases import FlowCase, MoveCase, Observed
+from relaymeter.harness.validate_progress import Progress
 from relaymeter.records import median_interval
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["MeasureMoves", "Progress", "Repeats", "in_turns", "measure_flows", "settled"]
+__all__ = ["MeasureMoves", "Repeats", "in_turns", "measure_flows", "settled"]
 
-#: ``progress(share)`` of a stretch of work.
-Progress = Callable[[float], None]
 _SEED = "relaymeter validate"
 #: A median whose interval reaches less than this share of it to either side, on average, is settled.
 _SETTLED = 0.03

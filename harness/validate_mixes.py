@@ -7,7 +7,7 @@ for which the sums of those prices promise most are then priced whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 
@@ -18,6 +18,7 @@ from relaymeter.calibration.profiles import Profile
 from relaymeter.harness.moves import PlannedMove
 from relaymeter.harness.validate_cases import Expecter, MoveCase, MoveSpec
 from relaymeter.harness.validate_moves import ITEMSIZE, plan_spec
+from relaymeter.harness.validate_progress import Progress
 from relaymeter.harness.validate_routes import route_cases
 from relaymeter.policies.thresholds import possible_fanouts
 from relaymeter.relayout.routes import ROUTES
@@ -34,6 +35,8 @@ _PAGE, _LARGEST_BUCKET = 64 << 10, 256 << 20
 #: So many boxes are priced whole for each one that is measured.
 _PRICED = 3
 _ALIGN = 64
+#: Share of the search that pricing the classes alone takes, about.
+_ALONE = 0.4
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,20 +59,24 @@ def mix_cases(
     most: int,
     room_bytes: int,
     move_s: float,
-    say: Callable[[str], None] | None = None,
+    progress: Progress,
 ) -> tuple[list[MoveCase], list[str]]:
     """The ``most`` boxes for which the largest gain is predicted, by every uniform route and the mix, and a note; of
     the first ``tiny`` kinds of tiny blocks.
 
     No box takes more than about ``room_bytes`` on a rank. The default executor only. Empty where no move between nodes
-    has a choice. Pure but for ``say``.
+    has a choice. Pure but for ``progress``.
     """
     topology = expecter.topology
     fanouts = possible_fanouts(topology)
     if topology.nodes < 2 or not fanouts or expecter.pricer.costs.cross_node is None:
         return [], ["mixed routes: no block of this topology has a choice of route"]
-    ranked = _promising(expecter, TINY[:tiny], fanouts[-1], move_s, room_bytes)
-    boxes = [box for spec, _ in ranked[: _PRICED * most] if (box := _best_mix(expecter, spec)) is not None]
+    ranked = _promising(expecter, TINY[:tiny], fanouts[-1], move_s, room_bytes, progress)
+    boxes = []
+    for number, (spec, _) in enumerate(ranked[: _PRICED * most]):
+        progress(_ALONE + (1 - _ALONE) * number / (_PRICED * most), f"box {number + 1}, priced whole")
+        if (box := _best_mix(expecter, spec)) is not None:
+            boxes.append(box)
     boxes.sort(key=lambda box: -box.gain)
     found = sum(box.gain > 0 for box in boxes)
     best = f"the largest predicted gain is {boxes[0].gain:.1%}" if boxes else "none has two routes"
@@ -79,8 +86,6 @@ def mix_cases(
         f"{fanouts[-1]} destination ranks; of the {len(boxes)} most promising, priced whole, a mix is predicted to "
         f"beat every uniform route in {found}, {best}"
     )
-    if say is not None:
-        say(text)
     cases: list[MoveCase] = []
     for number, box in enumerate(boxes[:most], start=1):
         count, tiny_elements, large, large_elements, fanout = box.spec.sizes
@@ -102,7 +107,12 @@ def mix_cases(
 
 
 def _promising(
-    expecter: Expecter, kinds: Sequence[tuple[int, int]], fanout: int, move_s: float, room_bytes: int
+    expecter: Expecter,
+    kinds: Sequence[tuple[int, int]],
+    fanout: int,
+    move_s: float,
+    room_bytes: int,
+    progress: Progress,
 ) -> list[tuple[MoveSpec, float]]:
     """Every box, with the gain that the prices of its classes alone promise, the largest first."""
     link = expecter.pricer.costs.cross_node
@@ -116,8 +126,10 @@ def _promising(
             alone[key] = {route: _seconds(expecter, move, codes) for route, codes in move.uniform().items()}
         return alone[key]
 
-    found = []
-    for (elements, count), large, share, buckets in product(kinds, _LARGE, _SHARES, _BUCKETS):
+    found: list[tuple[MoveSpec, float]] = []
+    boxes = tuple(product(kinds, _LARGE, _SHARES, _BUCKETS))
+    for (elements, count), large, share, buckets in boxes:
+        progress(_ALONE * len(found) / len(boxes), "classes alone")
         size = min(share * move_s * rate * fanout, room_bytes) / (large * ITEMSIZE)
         large_elements = max(_ALIGN * elements, int(size) // _ALIGN * _ALIGN)
         total = (count * elements + large * large_elements) * ITEMSIZE

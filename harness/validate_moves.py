@@ -31,6 +31,9 @@ _WIDTH = 256
 _NARROW = 32
 #: Elements of a small tensor, and how many there are of them for one unit of scale.
 _SMALL, _SMALL_COUNT = 96, 256
+#: Different widths of uneven shards, and holders of small tensors, at most: each makes classes of blocks of its own,
+#: which the choice looks at one by one.
+_UNLIKE = 8
 #: A unit of scale is about this many bytes.
 _UNIT_ROWS = 2048
 
@@ -237,12 +240,13 @@ def _whole(specs: Mapping[str, TensorSpec], rank: int) -> Placement:
 
 
 def _uneven(topology: Topology, sizes: Sequence[int]) -> Ends:
-    """Row shards of widths 1, 2, 3, ... on the first half, whole copies on the second."""
+    """Row shards of widths 1, 2, 3, ... (to 8, then again from 1) on the first half, whole copies on the second."""
     first, second = _halves(topology)
-    world, parts = topology.world_size, len(first) * (len(first) + 1) // 2
+    widths = [1 + k % _UNLIKE for k in range(len(first))]
+    world, parts = topology.world_size, sum(widths)
     unit = max(1, sizes[0] * _UNIT_ROWS // (8 * parts))
     specs = _tensors("expert", 8, (unit * parts, _WIDTH))
-    cut = Cut(0, rule=Widths(tuple(unit * (k + 1) for k in range(len(first)))))
+    cut = Cut(0, rule=Widths(tuple(unit * width for width in widths)))
     before = mesh_layout(specs, dict.fromkeys(specs, cut), [first], world, "uneven")
     return before, replicated_layout(specs, second, world)
 

@@ -18,8 +18,9 @@ from relaymeter.harness.jobs import Fault
 from relaymeter.harness.moves import PlannedMove
 from relaymeter.harness.replicas import ReplicaStorage
 from relaymeter.harness.validate_cases import MoveCase, MoveSpec, Observed
-from relaymeter.harness.validate_measure import Progress, Repeats, in_turns
+from relaymeter.harness.validate_measure import Repeats, in_turns
 from relaymeter.harness.validate_moves import plan_spec
+from relaymeter.harness.validate_progress import Progress
 from relaymeter.harness.world import World
 from relaymeter.relayout.digest import LayoutDigest, compare, digest_layout
 from relaymeter.relayout.execute import Hooks, Mover
@@ -89,7 +90,7 @@ class RankMoves:
         for chunk in self._chunks(cases):
             base = len(found)
 
-            def part(share: float, base: int = base, size: int = len(chunk)) -> None:
+            def part(share: float, at: str = "", base: int = base, size: int = len(chunk)) -> None:
                 progress((base + share * size) / max(len(cases), 1))
 
             found.update(self._measure(chunk, repeats, part))

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from relaymeter.calibration.profiles import Profile
+from relaymeter.errors import InputError
 from relaymeter.harness.emit import NONE, simple_table, time_text, time_with_interval
-from relaymeter.harness.validate_bars import MET, NO_MEANING, NONE_HERE, NOT_MEASURED, Bar, Figure
+from relaymeter.harness.validate_bars import MET, NO_MEANING, NONE_HERE, NOT_MEASURED, UNDECIDED, Bar, Figure
 from relaymeter.harness.validate_candidates import contests, mixes, sides
-from relaymeter.harness.validate_figures import (
-    executors_of,
-    exit_code,
-    figures,
-    wrong_bits,
-)
+from relaymeter.harness.validate_check import wrong_bits
+from relaymeter.harness.validate_figures import executors_of, exit_code, figures
+from relaymeter.records import load_json, plain
 from relaymeter.units import counted, format_bytes
 from relaymeter.validation_records import ValidationRecord
 
-__all__ = ["Report", "make_report"]
+__all__ = ["Report", "make_report", "report_facts"]
 
 #: Cases that the table of the largest errors lists.
 _WORST = 12
+#: The longest note that the table of figures shows, in characters.
+_SHORT = 60
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,9 @@ class Report:
     exit_code: int
     figures: tuple[Figure, ...]
     simulated: str | None
+    notes: tuple[str, ...] = ()
+    nic_rates: Mapping[int, float] | None = None
+    """What ``make_report`` was given beside the rows and the profile."""
 
     def to_markdown(self, plots: Sequence[str] = (), *, title: str = "Predicted against measured") -> str:
         """The report as a Markdown file. ``plots``: file names, relative to it."""
@@ -50,13 +54,29 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: the figures, and the verdict."""
+        """JSON-ready: the figures, the verdict, and what ``report_facts`` reads back."""
         return {
             "simulated": self.simulated,
             "exit_code": self.exit_code,
             "lines": list(self.lines),
+            "notes": list(self.notes),
+            "nic_rates_bytes_per_s": None if self.nic_rates is None else plain(self.nic_rates),
             "figures": [figure.to_dict() for figure in self.figures],
         }
+
+
+def report_facts(path: Path) -> dict[str, Any]:
+    """``notes`` and ``nic_rates`` of a ``report.json`` that ``validate --results`` kept, so that ``make_report(rows,
+    profile, **report_facts(path))`` is the report that the command gave. Raises InputError."""
+    entry = load_json(path, "report")
+    try:
+        rates = entry["nic_rates_bytes_per_s"]
+        return {
+            "notes": tuple(str(note) for note in entry["notes"]),
+            "nic_rates": None if rates is None else {int(nic): float(rate) for nic, rate in rates.items()},
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"report {path}: it has no notes and nic_rates_bytes_per_s as validate writes them") from error
 
 
 def make_report(
@@ -72,19 +92,23 @@ def make_report(
     was looked for and could not be measured; see ``figures``. Raises InputError on rows of which no figure can be made.
     """
     found = figures(records, profile, nic_rates=nic_rates, notes=notes)
-    simulated = next((row.simulated for row in records if row.simulated), None) or profile.simulated
+    simulated = next((row.simulated for row in records if row.simulated is not None), profile.simulated)
     code = exit_code(found, records)
     executors = executors_of(records, profile)
     tables = [_figures_table(found, executor, place == 0, simulated) for place, executor in enumerate(executors)]
     tables += [_errors_table(found, simulated), _five_line_table(found)]
-    mine = [row for row in records if row.executor == executors[0]]
-    tables += [_moves_table(mine), _sides_table(records), _mixes_table(records), _worst_table(mine)]
+    bad = {id(row) for row in wrong_bits(records)}
+    sound = [row for row in records if id(row) not in bad]
+    mine = [row for row in sound if row.executor == executors[0]]
+    tables += [_moves_table(mine), _sides_table(sound), _mixes_table(sound), _worst_table(mine)]
     return Report(
         lines=(*_lines(found, records, executors[0], simulated), *_unsaid(notes, found)),
         tables=tuple(table for table in tables if table.row_count),
         exit_code=code,
         figures=found,
         simulated=simulated,
+        notes=tuple(notes),
+        nic_rates=nic_rates,
     )
 
 
@@ -100,6 +124,10 @@ def _lines(
         )
     if not records:
         return [*lines, "nothing was measured"]
+    if wrong := len(wrong_bits(records)):
+        lines.append(
+            f"{counted(wrong, 'case')} with wrong bits {'counts' if wrong == 1 else 'count'} in no other figure"
+        )
     judged = [one for one in found if one.judged and one.bars]
     asked = [one for one in judged if one.status not in (NO_MEANING, NONE_HERE)]
     met = [one for one in asked if one.status == MET]
@@ -108,6 +136,8 @@ def _lines(
     for one in asked:
         if one.status == NOT_MEASURED:
             lines.append(f"not measured: {one.title.strip()}")
+        elif one.status == UNDECIDED:
+            lines.append(f"undecided: {one.title.strip()}: {one.note}")
         elif one.status != MET:
             short = "; ".join(f"{_bar_value(bar)}, {_limit(bar)} asked" for bar in one.bars if not bar.met)
             lines.append(f"missed: {one.title.strip()}: {short}" + (f" ({one.note})" if one.note else ""))
@@ -142,28 +172,36 @@ def _figures_table(found: Sequence[Figure], executor: str, default: bool, simula
         + (f", simulated: {simulated}" if simulated else ""),
         [
             ("figure", "left"), ("cases", "right"), ("hard", "right"), ("median", "right"), ("90 %", "right"),
-            ("max", "right"), ("asked", "left"), ("verdict", "left"),
+            ("max", "right"), ("asked", "left"), ("verdict", "whole"),
         ],
         caption="errors: predicted over measured, less one, absolute; asked: the bar, and what was reached",
     )  # fmt: skip
     for one in found:
         if one.executor != executor:
             continue
-        reached = [f"{bar.statistic} {_limit(bar).removeprefix('at most ')}" for bar in one.bars]
-        asked = ", ".join(
-            text if bar.statistic in ("median", "p90", "max") else f"{text}: {_bar_value(bar).split(' ', 1)[1]}"
-            for text, bar in zip(reached, one.bars, strict=True)
-        )
-        verdict = one.status if one.judged else "beside" if one.bars else ""
         table.add_row(
             one.title,
             str(one.count),
             NONE if one.hard is None else str(one.hard),
             *(_percent(one.statistics.get(name)) for name in ("median", "p90", "max")),
-            asked or NONE,
-            f"{verdict} ({one.note})" if one.note and one.status != NOT_MEASURED and len(one.note) < 60 else verdict,
+            _asked(one) or NONE,
+            one.status if one.judged else "beside" if one.bars else "",
         )
     return table
+
+
+def _asked(one: Figure) -> str:
+    """The bars of a figure and, but for columns of their own, what was reached: its note where that is short."""
+    if one.status == NO_MEANING:
+        return one.note
+    if one.note and len(one.note) <= _SHORT and len(one.bars) == 1 and one.status != NOT_MEASURED:
+        return f"{one.bars[0].statistic} {_limit(one.bars[0])}: {one.note}"
+    texts = []
+    for bar in one.bars:
+        text = f"{bar.statistic} {_limit(bar).removeprefix('at most ')}"
+        own = bar.statistic in ("median", "p90", "max")
+        texts.append(text if own else f"{text}: {_bar_value(bar).removeprefix(bar.statistic).strip()}")
+    return ", ".join(texts)
 
 
 def _errors_table(found: Sequence[Figure], simulated: str | None) -> Table:

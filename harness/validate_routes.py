@@ -53,19 +53,25 @@ def route_cases(
         thresholds=False, joined=kind not in APART,
     )  # fmt: skip
 
-    def loads_of(schedule: Schedule) -> RoundLoads:
-        loads = schedule.loads(executor)
-        return loads.apart() if kind in APART else loads
+    known: dict[bytes, tuple[Schedule, RoundLoads]] = {}
 
-    picked = load_key(loads_of(move.schedule(found.route)[0]))
+    def made(codes: NDArray[np.int8]) -> tuple[Schedule, RoundLoads]:
+        """Schedule and loads of a route array, made once for all with which every group travels alike."""
+        key = move.groups.effective(codes).tobytes()
+        if key not in known:
+            schedule, _ = move.schedule(codes)
+            loads = schedule.loads(executor)
+            known[key] = schedule, loads.apart() if kind in APART else loads
+        return known[key]
+
+    picked = load_key(made(found.route)[1])
     routes = {**move.uniform(), **({} if mixed is None else {MIXED: mixed})}
-    if mixed is None or expecter.price(loads_of(move.schedule(mixed)[0])).total_s >= found.chosen.total_s:
+    if mixed is None or expecter.price(made(mixed)[1]).total_s >= found.chosen.total_s:
         routes[MIXED] = found.route  # left out below where it is a uniform route
-    bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate).seconds
+    bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate()).seconds
     cases: dict[bytes, MoveCase] = {}
     for route, codes in routes.items():
-        schedule, _ = move.schedule(codes)
-        loads = loads_of(schedule)
+        schedule, loads = made(codes)
         key = load_key(loads)
         if key in cases:
             continue

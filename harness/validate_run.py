@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from relaymeter.calibration.cells import Instruments, Measure
 from relaymeter.calibration.profiles import Profile
 from relaymeter.harness.jobs import RunStamp
-from relaymeter.harness.validate_agenda import Extent, make_agenda
-from relaymeter.harness.validate_cases import APART, Agenda, MoveCase, Observed
-from relaymeter.harness.validate_measure import MeasureMoves, Progress, Repeats, measure_flows
+from relaymeter.harness.moves import PlannedMove
+from relaymeter.harness.validate_agenda import FEW_RANKS, Extent, make_agenda
+from relaymeter.harness.validate_cases import APART, Agenda, MoveCase, MoveSpec, Observed
+from relaymeter.harness.validate_measure import MeasureMoves, Repeats, measure_flows
 from relaymeter.harness.validate_moves import plan_spec
+from relaymeter.harness.validate_progress import Clock, Progress
 from relaymeter.harness.validate_rows import About, flow_rows, move_rows
 from relaymeter.relayout.segments import RoundLoads
 from relaymeter.relayout.topology import Topology
@@ -26,10 +28,9 @@ from relaymeter.validation_records import ValidationRecord
 __all__ = ["ClusterModel", "extent_of", "measure_agenda", "repeats_of", "validate_simulated"]
 
 Say = Callable[[str], None]
-#: Where nothing is held in memory, moves may bring a rank so much.
+#: Where nothing is held in memory, moves may bring a rank so much; whole moves of more than ``FEW_RANKS`` ranks less,
+#: as their plans take the longer the more rounds they have.
 _SIMULATED_ROOM_BYTES = 1 << 30
-#: Least time between two lines of progress.
-_QUIET_S = 5.0
 
 
 class ClusterModel(Protocol):
@@ -47,6 +48,8 @@ def validate_simulated(
     """The same on a simulated cluster of the profile's topology, in this process: the rows, and the agenda."""
     topology = profile.topology
     extent = replace(extent_of(quick), room_bytes=_SIMULATED_ROOM_BYTES)
+    if topology.world_size <= FEW_RANKS:
+        extent = replace(extent, move_room_bytes=_SIMULATED_ROOM_BYTES)
     agenda = make_agenda(profile, topology, extent, say=say)
     about = About(stamp, profile.executor, cluster.name)
     moves = _simulated_moves(cluster, topology)
@@ -59,9 +62,12 @@ def _simulated_moves(cluster: ClusterModel, topology: Topology) -> MeasureMoves:
 
     def measure(cases: Sequence[MoveCase], repeats: Repeats, progress: Progress) -> list[Observed]:
         found = []
+        planned: tuple[MoveSpec, PlannedMove] | None = None
         for number, case in enumerate(cases):
-            progress(number / len(cases))
-            loads = plan_spec(case.spec, topology, case.name).schedule(case.route_array)[0].loads(case.executor)
+            progress(number / len(cases), f"{case.name} by {case.route}, {case.executor}")
+            if planned is None or planned[0] != case.spec:
+                planned = case.spec, plan_spec(case.spec, topology, case.name)
+            loads = planned[1].schedule(case.route_array)[0].loads(case.executor)
             loads = loads.apart() if case.kind in APART else loads
             found.append(Observed(cluster.move_times(loads, case.executor, repeats.least), 0, 0))
         return found
@@ -93,7 +99,7 @@ def measure_agenda(
     Collective where the seams are: every rank exhausts it and gets equal rows.
     """
     begin = time.monotonic()
-    clock = _Clock(say)
+    clock = Clock(say, "validate", last_s=0.0)
     observed = measure_flows(agenda.flows, exchange, topology, repeats, clock.part("sizes and matrices", 0.0, 0.45))
     rows = flow_rows(agenda.flows, observed, about)
     yield rows
@@ -101,22 +107,3 @@ def measure_agenda(
     rows = [*rows, *move_rows(agenda.moves, observed, about)]
     say(f"validate 100%  {len(rows)} cases in {time.monotonic() - begin:.0f} s")
     yield rows
-
-
-@dataclass
-class _Clock:
-    """Lines of progress, some seconds apart."""
-
-    say: Say
-    last_s: float = 0.0
-
-    def part(self, text: str, first: float, last: float) -> Progress:
-        """Progress of a stretch that goes from ``first`` to ``last`` of the whole."""
-
-        def progress(share: float) -> None:
-            now = time.monotonic()
-            if now - self.last_s >= _QUIET_S:
-                self.last_s = now
-                self.say(f"validate {first + (last - first) * share:4.0%}  {text}")
-
-        return progress

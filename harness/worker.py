@@ -7,21 +7,29 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from relaymeter.errors import EXIT_CRASH, EXIT_OK, InputError, RankLost, RelaymeterError
 from relaymeter.harness.jobs import Job, job_of
 from relaymeter.harness.world import World, join
 from relaymeter.records import dump_json, load_json, write_text
 
-__all__ = ["main", "work"]
+__all__ = ["main", "meeting_limit", "work"]
 
 Say = Callable[[str], None]
+#: Seconds that naming the ranks which did not come may take, and the least and most that the others wait for them.
+_NAMING_S = 15.0
+_LEAST_MEETING_S = 10.0
+_LONGEST_MEETING_S = 600.0
 #: By kind of job, the module of this room and its function ``(job, world, say)``, which every rank calls and exhausts;
 #: on rank 0 it gives the result so far, again after everything that is done: a JSON-ready dict, or rows.
 _JOBS = {
@@ -45,7 +53,8 @@ def work(job: Job, say: Say, keep: Callable[[dict[str, Any]], None], *, joined: 
     world: World | None = None
     lost: tuple[int, ...] = ()
     try:
-        world = join(job.time_limit_s, nic_per=job.nic_per)
+        age_s = time.time() - psutil.Process().create_time()
+        world = join(job.time_limit_s, meet_limit_s=meeting_limit(job.time_limit_s, age_s), nic_per=job.nic_per)
         _do(job, world, say, keep)
         return EXIT_OK
     except RelaymeterError as error:
@@ -59,6 +68,13 @@ def work(job: Job, say: Say, keep: Callable[[dict[str, Any]], None], *, joined: 
     finally:
         if world is not None:
             world.close(lost)
+
+
+def meeting_limit(time_limit_s: float, age_s: float) -> float:
+    """Seconds that ranks of this age wait for the others: less than the command has left, so that those who did not
+    come are named before it ends. Pure."""
+    margin_s = min(_NAMING_S, time_limit_s / 4)
+    return min(_LONGEST_MEETING_S, max(_LEAST_MEETING_S, time_limit_s - age_s - margin_s))
 
 
 def _do(job: Job, world: World, say: Say, keep: Callable[[dict[str, Any]], None]) -> None:
@@ -76,6 +92,9 @@ def _nothing(_: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the job, do it, and on rank 0 write the result, of a run after every move. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the stream's encoding does not have ends no rank
+            stream.reconfigure(errors="backslashreplace")
     job_path, result_path = (Path(text) for text in (sys.argv[1:] if arguments is None else arguments))
     return work(
         job_of(load_json(job_path, "job"), str(job_path)),

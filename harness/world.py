@@ -106,6 +106,8 @@ class World:
     wire_counter: WireCounter | None = None
     wire_reporter: int = 0
     """Lowest of the ranks that share this rank's counter: it reports for all of them."""
+    hosts: tuple[str, ...] = ()
+    """Host name of every rank."""
     _hosts_store: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
 
@@ -218,13 +220,15 @@ def topology_of(
 def join(
     time_limit_s: float,
     *,
+    meet_limit_s: float | None = None,
     nic_per: Literal["rank", "node"] | None = None,
     backend: Literal["gloo", "nccl"] | None = None,
 ) -> World:
     """Join the world that the environment describes. Every rank calls it once, before any other collective.
 
     The default group is NCCL where every rank has a GPU of its own, else gloo; ``backend`` decides otherwise. Its
-    collectives and the meeting itself have ``time_limit_s``. ``nic_per`` declares what the ranks cannot see. Raises
+    collectives have ``time_limit_s``; all ranks must have come within ``meet_limit_s`` (None: the same), which leaves
+    time to say who did not. ``nic_per`` declares what the ranks cannot see. Raises
     InputError, on all ranks alike, for a missing variable or an interface that cannot carry the world, and RankLost
     naming the ranks that did not come.
     """
@@ -233,9 +237,11 @@ def join(
         raise InputError("no RANK and WORLD_SIZE: start the ranks with relaymeter, torchrun, deepspeed, srun or mpirun")
     master, port = _master()
     rank, size = hint.rank, hint.world_size
-    deadline = time.monotonic() + time_limit_s
+    meet_limit_s = time_limit_s if meet_limit_s is None else meet_limit_s
+    deadline = time.monotonic() + meet_limit_s
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _meet(master, port, size, hosts_store, time_limit_s)
+    store = _meet(master, port, size, hosts_store, meet_limit_s)
+    store.set_timeout(timedelta(seconds=time_limit_s))
     identities = _exchange(store, rank, _identity(master, hint.local_rank, rank), size, deadline)
     try:
         problem = _problem(identities)
@@ -280,6 +286,7 @@ def join(
         wire_source=source,
         wire_counter=counter,
         wire_reporter=reporter,
+        hosts=tuple(identity.hostname for identity in identities),
         _hosts_store=hosts_store,
     )
 

@@ -1,6 +1,7 @@
 """The five-line model that prices have to beat: the largest load over its rate, plus one constant. Pure NumPy.
 
-``five_line_seconds(schedule.loads(executor), topology, profile.nic_rates(topology), profile.port_rate, floor_s)``.
+``five_line_seconds(schedule.loads(executor), topology, nic_rate, port_rate, constant_s)``, rates of the same executor:
+``profile.nic_rates(topology, executor)`` and ``profile.port_rate(executor)``.
 """
 
 from __future__ import annotations

@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 from relaymeter.calibration.profiles import Profile
 from relaymeter.policies.fixed import fixed_route
 from relaymeter.policies.price import Price, Pricer
-from relaymeter.policies.thresholds import Threshold, find_thresholds, possible_fanouts
+from relaymeter.policies.reach import limits_passed
+from relaymeter.policies.thresholds import Threshold, find_thresholds, possible_fanouts, threshold_route
 from relaymeter.relayout.bounds import lower_bound
 from relaymeter.relayout.planner import MovePlan
 from relaymeter.relayout.routes import DIRECT, ROUTES, BlockGroups, block_groups
 from relaymeter.relayout.schedule import build_schedule
+from relaymeter.relayout.segments import RoundLoads
 from relaymeter.relayout.topology import Topology
 
 __all__ = ["Choice", "ClassRow", "choose"]
@@ -66,6 +68,7 @@ class Choice:
     route (g): code per group. candidates: the uniform routes' prices by name. chosen, fixed: prices of ``route`` and of
     today's constants. error: the relative error of the prices, which a gain has to exceed. min_relay, min_split: by
     destination ranks per node. regret_fixed_s: what keeping today's constants costs, against the chosen route.
+    ``found``, ``cheapest`` and ``beyond`` are for reports, and come with the thresholds only.
     """
 
     route: Codes
@@ -87,6 +90,13 @@ class Choice:
     bucket_bytes: int
     itemsize: int
     """Bytes per element of most of the bytes that have a choice: what ``min_relay`` and ``min_split`` count in."""
+    found: Price | None = None
+    """Price of today's rule with ``min_relay`` and ``min_split`` in place of its constants (``threshold_route``)."""
+    cheapest: Price | None = None
+    """Price of ``route`` with every class that is not direct on the route which is cheapest for the class alone; None:
+    they are all on it."""
+    beyond: tuple[str, ...] = ()
+    """What of the chosen route was not measured, in words; empty where nothing is ``extrapolated``."""
 
     @property
     def regret_fixed_s(self) -> float:
@@ -111,9 +121,9 @@ def choose(
 ) -> Choice:
     """Choose a route for every block class of ``plan``. Pure.
 
-    ``groups`` spares computing them again; ``thresholds`` False leaves those empty; ``joined`` False prices each
-    segment as a copy of its own (``RoundLoads.apart``). Raises InputError where the profile lacks the executor or a
-    kind of link that the move uses.
+    ``groups`` spares computing them again; ``thresholds`` False leaves those, and what else only a report needs, empty;
+    ``joined`` False prices each segment as a copy of its own (``RoundLoads.apart``). Raises InputError where the
+    profile lacks the executor or a kind of link that the move uses.
     """
     groups = block_groups(plan, topology) if groups is None else groups
     search = _Search(plan, topology, profile, bucket_bytes, executor, groups, joined)
@@ -124,12 +134,18 @@ def choose(
     used = set(np.unique(codes[groups.has_choice]).tolist())
     relay: Mapping[int, Threshold] = {}
     split: Mapping[int, Threshold] = {}
+    found: Price | None = None
+    cheapest: Price | None = None
+    beyond: tuple[str, ...] = ()
     itemsize = _itemsize(groups)
     if thresholds:
         fanouts = tuple(sorted(set(groups.fanout[groups.has_choice].tolist()) - {1})) or possible_fanouts(topology)
         relay, split = find_thresholds(
             profile, topology, executor, fanouts=fanouts, bucket_bytes=bucket_bytes, itemsize=itemsize
         )
+        found = search.price(threshold_route(groups, relay, split))
+        cheapest = search.each_cheapest(codes)
+        beyond = search.beyond(codes) if chosen.extrapolated else ()
     return Choice(
         route=codes,
         name=ROUTES[DIRECT] if not used else ROUTES[used.pop()] if len(used) == 1 else "mixed",
@@ -146,6 +162,9 @@ def choose(
         executor=executor,
         bucket_bytes=bucket_bytes,
         itemsize=itemsize,
+        found=found,
+        cheapest=cheapest,
+        beyond=beyond,
     )
 
 
@@ -181,10 +200,30 @@ class _Search:
         return self._known[key]
 
     def _build(self, plan: MovePlan, codes: Codes) -> Price:
-        loads = build_schedule(plan, self.topology, codes, self.bucket_bytes).loads(self.executor)
-        loads = loads if self._joined else loads.apart()
+        loads = self._loads(plan, codes)
         self._rows = max(self._rows, len(loads.src))
         return self.pricer.price(loads)
+
+    def _loads(self, plan: MovePlan, codes: Codes) -> RoundLoads:
+        loads = build_schedule(plan, self.topology, codes, self.bucket_bytes).loads(self.executor)
+        return loads if self._joined else loads.apart()
+
+    def beyond(self, codes: Codes) -> tuple[str, ...]:
+        """What of a route array was not measured, in words."""
+        return limits_passed(self._loads(self.plan, codes), self.topology, self.profile, self.executor)
+
+    def each_cheapest(self, codes: Codes) -> Price | None:
+        """Price of ``codes`` with every class that is not direct on its cheapest route alone; None: they all are."""
+        trial = codes.copy()
+        for index, kind in enumerate(self.groups.classes):
+            mine = self.groups.class_index == index
+            travels = int(np.bincount(codes[mine]).argmax())
+            if kind.has_choice and travels != DIRECT:
+                alone = self.alone(index)
+                best = min(alone, key=lambda code: alone[code])
+                if alone[best] < alone.get(travels, np.inf):
+                    trial[mine] = best
+        return None if np.array_equal(trial, codes) else self.price(trial)
 
     def best(self, uniform: Mapping[str, Price]) -> tuple[Codes, Price]:
         """The chosen route array: the best of four starts, then improved class by class.
@@ -269,7 +308,7 @@ class _Search:
         kind = self.groups.classes[index]
         rows = np.flatnonzero(self.groups.class_index == index)
         travels = int(np.bincount(codes[rows]).argmax())
-        bound = lower_bound(self._only(rows), self.topology, self._rates, self.profile.port_rate)
+        bound = lower_bound(self._only(rows), self.topology, self._rates, self.profile.port_rate())
         return ClassRow(
             label=kind.label,
             tensors=kind.tensors,

@@ -18,8 +18,9 @@ import numpy as np
 from relaymeter.calibration.profiles import Profile
 from relaymeter.errors import InputError
 from relaymeter.policies.choose import Choice, ClassRow, Codes
+from relaymeter.policies.reach import gates_note
 from relaymeter.policies.replicas import Rates, ReplicaSelector
-from relaymeter.policies.thresholds import Threshold, find_thresholds, possible_fanouts
+from relaymeter.policies.thresholds import RULE_ROUTES, Threshold, find_thresholds, possible_fanouts
 from relaymeter.relayout.routes import DIRECT, RELAY, ROUTES, SPREAD, BlockGroups
 from relaymeter.relayout.topology import Topology
 
@@ -32,13 +33,15 @@ _Key = tuple[str | None, str | None, int, int, int]
 
 @dataclass(frozen=True)
 class PolicyMove:
-    """One move of the scenario: the routes of its block classes, its predicted seconds with them and with 65,536."""
+    """One move of the scenario: the routes of its block classes, and its predicted seconds with them, with 65,536 for
+    both constants, and with the thresholds found for the move in their place."""
 
     name: str
     bucket_bytes: int
     choice: str
     chosen_s: float
     fixed_constants_s: float
+    found_constants_s: float
     classes: tuple[ClassRow, ...]
 
     @property
@@ -53,8 +56,9 @@ class Policy:
 
     relay, split: thresholds by destination ranks per node, in elements of ``itemsize`` bytes, for buckets of
     ``bucket_bytes``. error: relative error of the prices, the median over ``error_matrices`` matrices that were
-    measured and not fitted (0: ``error`` is assumed). profile: ``sha256``, ``machine_id`` and ``created_utc`` of the
-    profile. simulated: name of the simulated cluster, None for a measured one.
+    measured and not fitted (0: ``error`` is assumed). beyond: what of the moves was not measured, in words (empty where
+    nothing is ``extrapolated``). profile: ``sha256``, ``machine_id`` and ``created_utc`` of the profile; profile_note:
+    which gates its calibration missed (None: none). simulated: name of the simulated cluster, None for a measured one.
     """
 
     scenario: str
@@ -69,7 +73,9 @@ class Policy:
     error: float
     error_matrices: int
     extrapolated: bool
+    beyond: tuple[str, ...] = ()
     profile: Mapping[str, str]
+    profile_note: str | None = None
     profile_mismatch: tuple[str, ...]
     simulated: str | None
     created_utc: str
@@ -101,13 +107,25 @@ class Policy:
         """Smallest block, in elements of ``itemsize`` bytes (None: the policy's own), from which relaying pays for
         ``fanout`` destination ranks a node; None: never.
 
-        A fanout that was not priced takes the next smaller one's, where the route pays later. Below 2 it is never.
+        A fanout that is none of ``priced_fanouts`` takes the thresholds of ``nearest_fanout(fanout)``, the next smaller
+        one, where a route pays later: cautious, but nobody priced it. Below 2 it is never.
         """
         return self._limit(self.relay, fanout, itemsize)
 
     def min_split(self, fanout: int, itemsize: int | None = None) -> int | None:
         """Smallest block from which spreading pays: as ``min_relay``."""
         return self._limit(self.split, fanout, itemsize)
+
+    @property
+    def priced_fanouts(self) -> tuple[int, ...]:
+        """The numbers of destination ranks per node that the thresholds were priced for, ascending; empty on a single
+        node."""
+        return tuple(sorted(self.relay))
+
+    def nearest_fanout(self, fanout: int) -> int | None:
+        """The priced number of ranks whose thresholds answer for ``fanout``: itself, else the next smaller one; None:
+        there is none, and the answer is never."""
+        return max((priced for priced in self.relay if priced <= fanout), default=None)
 
     def routes(self, groups: BlockGroups, *, move: str | None = None) -> Codes:
         """The route array (g, codes of ``ROUTES``) for the groups of a plan: what ``build_schedule`` takes.
@@ -152,8 +170,19 @@ class Policy:
         """Predicted seconds of all moves with 65,536 for both thresholds."""
         return math.fsum(move.fixed_constants_s for move in self.moves)
 
+    @property
+    def found_constants_s(self) -> float:
+        """Predicted seconds of all moves under the same rule with the thresholds found for each."""
+        return math.fsum(move.found_constants_s for move in self.moves)
+
+    @property
+    def beyond_rule(self) -> tuple[str, ...]:
+        """The chosen routes that no two thresholds can ask for, such as ``chain``."""
+        used = {row.route for move in self.moves for row in move.classes if row.route is not None}
+        return tuple(name for name in ROUTES if name in used and name not in RULE_ROUTES)
+
     def _limit(self, limits: Mapping[int, Threshold], fanout: int, itemsize: int | None) -> int | None:
-        nearest = max((priced for priced in limits if priced <= fanout), default=None)
+        nearest = self.nearest_fanout(fanout)
         found = None if nearest is None else limits[nearest].elements
         if found is None or itemsize in (None, self.itemsize):
             return found
@@ -188,7 +217,7 @@ def make_policy(
 
     The thresholds are found for every number of ranks that a node of the topology has (2, 4, ..., all) and every one in
     the moves, with the bucket and the bytes per element of the move with most bytes that have a choice. Raises
-    InputError without a choice.
+    InputError without a choice, and on one made without thresholds.
     """
     if not choices:
         raise InputError("a policy needs at least one move that was priced: choose routes for one first")
@@ -205,10 +234,12 @@ def make_policy(
         bucket_bytes=largest.bucket_bytes, itemsize=largest.itemsize,
     )  # fmt: skip
     simulated = profile.fingerprint.get("simulated")
-    moves = (
-        PolicyMove(name, one.bucket_bytes, one.name, one.chosen.total_s, one.fixed.total_s, one.classes)
-        for name, one in choices.items()
-    )
+    moves = []
+    for name, one in choices.items():
+        if one.found is None:
+            raise InputError(f"the choice of {name} was made without thresholds: choose with thresholds=True")
+        seconds = (one.chosen.total_s, one.fixed.total_s, one.found.total_s)
+        moves.append(PolicyMove(name, one.bucket_bytes, one.name, *seconds, one.classes))
     return Policy(
         scenario=scenario,
         executor=executor,
@@ -222,7 +253,9 @@ def make_policy(
         error=largest.error,
         error_matrices=largest.error_matrices,
         extrapolated=any(choice.extrapolated for choice in choices.values()),
+        beyond=tuple(dict.fromkeys(text for choice in choices.values() for text in choice.beyond)),
         profile=profile_stamp(profile),
+        profile_note=gates_note(profile),
         profile_mismatch=tuple(mismatch),
         simulated=None if simulated is None else str(simulated),
         created_utc=created_utc,

@@ -1,8 +1,7 @@
-"""Policy files: what ``choose --out`` writes and ``load_policy`` reads, and the thresholds as Python to paste.
+"""Policy files: what ``choose --out`` writes and ``load_policy`` reads.
 
 ``save_policies(policies, path)`` writes one JSON file that only this tool writes; ``load_policy(path)`` gives the
-policy of its first executor, refusing a file that was edited; ``python_text(policy)`` is for where ``min_relay`` and
-``min_split`` are set today. Any process, no torch import.
+policy of its default executor, refusing a file that was edited. Any process, no torch import.
 """
 
 from __future__ import annotations
@@ -23,18 +22,15 @@ from relaymeter.policies.thresholds import Threshold
 from relaymeter.records import dump_json, load_json, write_text
 from relaymeter.relayout.routes import ROUTES
 from relaymeter.relayout.topology import Topology
-from relaymeter.units import counted, format_seconds
 
-__all__ = ["POLICY_SCHEMA", "load_policy", "policies_text", "python_text", "save_policies"]
+__all__ = ["POLICY_SCHEMA", "load_policy", "policies_text", "save_policies"]
 
 #: Version of the policy file. A reader refuses another one.
-POLICY_SCHEMA = 1
-#: What stands for "never" where a number of elements has to be: more than any block has.
-_NEVER = 1 << 62
+POLICY_SCHEMA = 2
 
 
 def load_policy(path: str | PathLike[str], executor: str | None = None) -> Policy:
-    """The policy in a file that ``relaymeter choose --out`` wrote, for ``executor`` (None: the file's first).
+    """The policy in a file that ``relaymeter choose --out`` wrote, for ``executor`` (None: its default).
 
     Any process. Raises InputError: missing or malformed file, another schema, edited after it was written, an executor
     that it has not.
@@ -53,7 +49,11 @@ def load_policy(path: str | PathLike[str], executor: str | None = None) -> Polic
         raise InputError(f"policy {place} was edited after it was written (its sha256 differs): choose again")
     try:
         executors = entry["executors"]
-        name = next(iter(executors)) if executor is None else executor
+        if entry["executor"] != next(iter(executors)):  # the hash does not know the order of members
+            raise InputError(
+                f"policy {place} was edited after it was written (the order of executors differs): choose again"
+            )
+        name = entry["executor"] if executor is None else executor
         if name not in executors:
             raise InputError(
                 f"policy {place} has no executor {name!r}, only {', '.join(executors)}: choose again with --executor "
@@ -71,7 +71,7 @@ def save_policies(policies: Sequence[Policy], path: Path, *, force: bool = False
 
 
 def policies_text(policies: Sequence[Policy]) -> str:
-    """The file's text: strict JSON. ``policies`` differ in the executor and what follows from it."""
+    """The file's text: strict JSON. ``policies`` differ in the executor and what follows from it, the default first."""
     first = policies[0]
     content: dict[str, Any] = {
         "schema_version": POLICY_SCHEMA,
@@ -81,12 +81,14 @@ def policies_text(policies: Sequence[Policy]) -> str:
         "scenario": first.scenario,
         "simulated": first.simulated,
         "profile": dict(first.profile),
+        "profile_note": first.profile_note,
         "profile_mismatch": list(first.profile_mismatch),
         "topology": first.topology.to_dict(),
         "rates": {
             "nic_bytes_per_s": {str(nic): rate for nic, rate in first.rates.nic.items()},
             "port_bytes_per_s": first.rates.port,
         },
+        "executor": first.executor,
         "executors": {policy.executor: _executor_entry(policy) for policy in policies},
     }
     return dump_json({**content, "sha256": _hash(content)})
@@ -97,6 +99,7 @@ def _executor_entry(policy: Policy) -> dict[str, Any]:
         "price_error": policy.error,
         "price_error_matrices": policy.error_matrices,
         "extrapolated": policy.extrapolated,
+        "beyond": list(policy.beyond),
         "itemsize": policy.itemsize,
         "bucket_bytes": policy.bucket_bytes,
         "min_relay": {str(fanout): one.to_dict() for fanout, one in policy.relay.items()},
@@ -108,6 +111,7 @@ def _executor_entry(policy: Policy) -> dict[str, Any]:
                 "choice": move.choice,
                 "chosen_s": move.chosen_s,
                 "fixed_constants_s": move.fixed_constants_s,
+                "found_constants_s": move.found_constants_s,
                 "regret_fixed_s": move.regret_fixed_s,
                 "classes": [row.to_dict() for row in move.classes],
             }
@@ -138,7 +142,9 @@ def _policy_from(entry: Mapping[str, Any], executor: str, mine: Mapping[str, Any
         error=mine["price_error"],
         error_matrices=mine["price_error_matrices"],
         extrapolated=mine["extrapolated"],
+        beyond=tuple(mine["beyond"]),
         profile=entry["profile"],
+        profile_note=entry["profile_note"],
         profile_mismatch=tuple(entry["profile_mismatch"]),
         simulated=entry["simulated"],
         created_utc=entry["created_utc"],
@@ -154,80 +160,5 @@ def _move_from(entry: Mapping[str, Any]) -> PolicyMove:
     for row in rows:
         if row.route not in (None, *ROUTES):
             raise ValueError(f"route {row.route!r} is not one of {', '.join(ROUTES)}")
-    return PolicyMove(
-        entry["move"], entry["bucket_bytes"], entry["choice"], entry["chosen_s"], entry["fixed_constants_s"], rows
-    )
-
-
-def python_text(policy: Policy) -> str:
-    """The thresholds as Python: a dict of keyword arguments by destination ranks per node, and those for most bytes.
-
-    Comments hold the interval of each and where they come from. It needs no import, and running it does nothing else.
-    """
-    found = [f"# min_relay and min_split by relaymeter {__version__} for {_shape(policy.topology)}, {policy.executor}."]
-    if policy.simulated is not None:
-        found.append(f"# SIMULATED: priced for the simulated cluster {policy.simulated}; nothing was measured.")
-    stamp = policy.profile
-    found.append(
-        f"# Profile {stamp['sha256'][:12]} of machine {stamp['machine_id']}, {stamp['created_utc']}; {_trust(policy)}."
-    )
-    found.extend(f"# Profile of another machine: {text}" for text in policy.profile_mismatch)
-    regret, chosen = policy.fixed_constants_s - policy.chosen_s, policy.chosen_s
-    share = f" ({regret / chosen:+.1%})" if chosen > 0 else ""
-    found.append(
-        f"# Keeping 65,536 for both: {'-' if regret < 0 else '+'}{format_seconds(abs(regret))}{share} against the "
-        f"routes chosen for {policy.scenario}."
-    )
-    found.append(
-        f"# Elements of {counted(policy.itemsize, 'byte')}; [5 %, 95 %] of the bootstrap. {_NEVER} stands for never."
-    )
-    fanouts = sorted(policy.relay)
-    if not fanouts:
-        found.append("# No two nodes with two ranks on one of them: nothing can be relayed or split.")
-    found.append("RELAYOUT_THRESHOLDS = {  # keyword arguments by destination ranks per node")
-    for fanout in fanouts:
-        limits = {"min_relay": policy.relay[fanout], "min_split": policy.split[fanout]}
-        values = ", ".join(f'"{name}": {_number(one.elements)}' for name, one in limits.items())
-        notes = ", ".join(f"{name} {_interval(one)}" for name, one in limits.items())
-        found.append(f"    {fanout}: {{{values}}},  # {notes}")
-    found.append("}")
-    if fanouts:
-        usual = _usual_fanout(policy)
-        found.append(
-            f"relayout_options = RELAYOUT_THRESHOLDS[{usual}]  # {usual} ranks a node want most of the bytes of "
-            f"{policy.scenario}"
-        )
-    return "\n".join(found) + "\n"
-
-
-def _usual_fanout(policy: Policy) -> int:
-    """The fanout that carries most of the bytes with a choice; the largest where none has one."""
-    carried = dict.fromkeys(sorted(policy.relay, reverse=True), 0)
-    for move in policy.moves:
-        for row in move.classes:
-            if row.route is not None and row.fanout in carried:
-                carried[row.fanout] += row.bytes * row.fanout
-    return max(carried, key=lambda fanout: carried[fanout])
-
-
-def _trust(policy: Policy) -> str:
-    beyond = "; beyond what was measured, so the error here is not known" if policy.extrapolated else ""
-    if not policy.error_matrices:
-        return f"{policy.error:.1%} error of the prices assumed, not measured{beyond}"
-    return f"prices erred by {policy.error:.1%} on {policy.error_matrices} matrices not fitted{beyond}"
-
-
-def _number(elements: int | None) -> str:
-    return str(_NEVER if elements is None else elements)
-
-
-def _interval(limit: Threshold) -> str:
-    value, low, high = ("never" if edge is None else f"{edge:,}" for edge in (limit.elements, limit.low, limit.high))
-    return f"{value} [{low}, {high}]"
-
-
-def _shape(topology: Topology) -> str:
-    ranks = [len(topology.ranks_of(node)) for node in range(topology.nodes)]
-    if len(set(ranks)) == 1:
-        return f"{counted(topology.nodes, 'node')} x {counted(ranks[0], 'rank')}"
-    return f"ranks by node {ranks}"
+    seconds = (entry["chosen_s"], entry["fixed_constants_s"], entry["found_constants_s"])
+    return PolicyMove(entry["move"], entry["bucket_bytes"], entry["choice"], *seconds, rows)

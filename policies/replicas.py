@@ -54,7 +54,7 @@ class Rates:
     @classmethod
     def of(cls, profile: Profile, topology: Topology) -> Rates:
         """The rates of a profile, for ``topology``."""
-        return cls(profile.nic_rates(topology), profile.port_rate)
+        return cls(profile.nic_rates(topology), profile.port_rate())
 
 
 class _Loads:

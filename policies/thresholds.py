@@ -5,12 +5,12 @@ by every route, over a grid of block sizes, and finds where the curves cross. Pu
 
 The batch: ``BATCH_BLOCKS`` blocks held evenly by the ranks of one node, each wanted whole by the same ``fanout`` ranks
 of another node; relayed with hubs in turn, or spread over all of them. A threshold is the smallest block from which on
-the route is faster than direct; "never" (None) where it gains nowhere more than the prices' own error.
+the route is faster than direct; "never" (None) where from there on it gains nowhere more than the prices' own error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from relaymeter.calibration.profiles import Profile
 from relaymeter.errors import InputError
 from relaymeter.policies.price import Pricer, RoundTerms
-from relaymeter.relayout.routes import RELAY, SPREAD
+from relaymeter.relayout.routes import DIRECT, RELAY, ROUTES, SPREAD, BlockGroups
 from relaymeter.relayout.segments import DIRECT_MIN_BYTES, PART_ALIGN, RoundLoads
 from relaymeter.relayout.topology import Topology
 
 __all__ = [
     "BATCH_BLOCKS",
+    "RULE_ROUTES",
     "Batch",
     "BatchLoads",
     "Threshold",
@@ -34,6 +35,7 @@ __all__ = [
     "find_thresholds",
     "pair_batch",
     "possible_fanouts",
+    "threshold_route",
 ]
 
 FloatArray = NDArray[np.float64]
@@ -43,6 +45,8 @@ BATCH_BLOCKS = 2048
 #: Block sizes that are priced, in bytes: half octaves from 16 bytes to 256 MiB.
 _SIZES = np.unique((16 * 2.0 ** (np.arange(49) / 2)).astype(np.int64) // 16 * 16)
 _LOW, _HIGH = 0.05, 0.95
+#: The routes that two thresholds can ask for.
+RULE_ROUTES = (ROUTES[DIRECT], ROUTES[RELAY], ROUTES[SPREAD])
 #: Kinds of rounds per size: direct; first, middle and last of relay; the same of spread.
 _KINDS = 7
 
@@ -226,6 +230,18 @@ def find_thresholds(
     return relay, split
 
 
+def threshold_route(
+    groups: BlockGroups, relay: Mapping[int, Threshold], split: Mapping[int, Threshold]
+) -> NDArray[np.int8]:
+    """Route codes per group (g) under today's rule with other constants: those of ``relay`` and ``split`` for as many
+    destination ranks per node, in elements of a block as the rule counts them. Direct where there are none. Pure."""
+    codes = groups.uniform(DIRECT)
+    for fanout in sorted(set(relay) & set(split)):
+        mine = groups.fanout == fanout
+        codes[mine] = groups.by_threshold(relay[fanout].elements, split[fanout].elements)[mine]
+    return codes
+
+
 def pair_batch(topology: Topology, fanout: int, bucket_bytes: int) -> tuple[Topology, Batch]:
     """Two nodes of the topology on their own (every pair of nodes may be busy alike), and the batch between them.
 
@@ -246,14 +262,16 @@ def pair_batch(topology: Topology, fanout: int, bucket_bytes: int) -> tuple[Topo
 
 
 def _crossing(direct: FloatArray, other: FloatArray, error: float) -> float:
-    """Bytes from which on ``other`` is faster than ``direct``, infinity for never; interpolated in the log."""
+    """Bytes from which on ``other`` is faster than ``direct``, infinity for never; interpolated in the log.
+
+    What counts is the gain beyond the last losing size: one below it, however large, is no reason for a threshold.
+    """
     gain = 1 - other / direct
-    if gain.max() <= error or gain[-1] <= 0:
+    last = int(np.flatnonzero(gain <= 0).max(initial=-1))
+    if gain[last + 1 :].max(initial=0.0) <= error:
         return float("inf")
-    losing = np.flatnonzero(gain <= 0)
-    if not len(losing):
+    if last < 0:
         return float(_SIZES[0])
-    last = int(losing[-1])
     share = -gain[last] / (gain[last + 1] - gain[last])
     return float(np.exp(np.log(_SIZES[last]) + share * np.log(_SIZES[last + 1] / _SIZES[last])))
 

@@ -2,7 +2,8 @@
 
 ``Traffic(link, kind, topology, measured, loads, rows).seconds`` is an array (rounds, world). Every resource (the
 pair with its duplex, the rank's port, the NIC, the node, the cluster) turns its bytes into the bytes of a lone flow
-that takes as long; the largest of them goes through the one time curve of the class.
+that takes as long, small messages counted as they drain (``Curve.drain``); the largest of them goes through the one
+time curve of the class.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Traffic:
         self._link, self._topology = link, topology
         self._world, self._rounds = topology.world_size, loads.rounds
         self._round, self._src, self._dst = loads.round[rows], loads.src[rows], loads.dst[rows]
-        self._bytes = loads.bytes[rows].astype(np.float64)
+        self._bytes = link.curve.drain(loads.bytes[rows].astype(np.float64))
         messages = loads.messages[rows].astype(np.float64)
         # What comes back over the same pair in the same round.
         self._back = self._returned() if link.two_way > 0 or link.exchange > 0 else np.zeros_like(self._bytes)
@@ -51,6 +52,7 @@ class Traffic:
             effective = np.maximum(effective, both)
         busy = (out + into) > 0
         effective = np.maximum(effective, self._shared(out, into, kind, measured))
+        effective = link.curve.fill(effective)
         self.extrapolated = bool(effective.max(initial=0.0) > _REACH * link.curve.largest)
         beyond = np.maximum(np.maximum(self._sum(out_key, messages), self._sum(in_key, messages)) - 1, 0.0)
         self.seconds: FloatArray = np.where(busy, link.curve.time(effective) + beyond * link.message_s, 0.0)

@@ -30,7 +30,7 @@ SURFACE = {
         "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",
         "--move-limit", "--allow-mismatch", "--plot", "--results", "--simulate",
     } | PRICING | RANKS | OUTPUT,
-    "soak": {"--seconds", "--bytes", "--message", "--executor"} | RANKS | OUTPUT,
+    "soak": {"--seconds", "--bytes", "--message", "--executor", "--fault"} | RANKS | OUTPUT,
     "validate": {"--profile", "--simulate", "--quick", "--results"} | RANKS | OUTPUT,
 }  # fmt: skip
 PLAN = ["plan", "--scenario", "smoke", "--topology", "2x2"]
@@ -38,7 +38,7 @@ CHOOSE = ["choose", "--scenario", "smoke", "--profile"]
 OLD_MOVE = [
     "run", "--scenario", "transitions", "--nodes", "2", "--ranks-per-node", "4", "--max-extra", "2MiB", "--move",
 ]  # fmt: skip
-HIDDEN = {"run": {"--fault"}, "soak": {"--fault"}, "validate": {"--fault"}}
+HIDDEN = {"run": {"--fault"}, "validate": {"--fault"}}
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
@@ -71,7 +71,7 @@ def test_help_of_each_command_carries_an_example_and_shows_no_hidden_option(
     text = capsys.readouterr().out
     assert ended.value.code == 0
     assert f"example:\n  relaymeter {command} " in text
-    assert "--fault" not in text
+    assert ("--fault" in text) == ("--fault" in SURFACE[command])
 
 
 def test_top_level_help_lists_exit_codes_and_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,6 +165,28 @@ BAD = {
         ["calibrate", "--out", "p.json", "--allow-mismatch"], "--allow-mismatch is about a profile that exists",
     ),
     "no folder": (["calibrate", "--out", "no/p.json"], "folder no does not exist"),
+    "a NIC out of reach": (
+        ["calibrate", "--out", "p.json", "--nic", "1bit"], "--nic: a NIC rate is 8kbit..800gbit, got 1 bit/s",
+    ),
+    "a negative rate": (
+        ["calibrate", "--out", "p.json", "--nic", "-4mbit"],
+        "argument --nic: expected one argument, which does not begin with '-'",
+    ),
+    "a check of a policy": (
+        ["calibrate", "--check", "policy.json"], "policy.json is a policy, which choose made of a profile, and no",
+    ),
+    "a check over its profile": (
+        ["calibrate", "--check", "elsewhere.json", "--allow-mismatch", "--json", "elsewhere.json", "--force"],
+        "--json elsewhere.json would replace the file that --check reads: choose another name",
+    ),
+    "a calibration over its cluster": (
+        ["calibrate", "--simulate", "twice.toml", "--out", "./twice.toml", "--force"],
+        "--out twice.toml would replace the file that --simulate reads: choose another name",
+    ),
+    "a run over its scenario": (
+        ["run", "--scenario", "alone.toml", "--json", "./alone.toml", "--force"],
+        "--json ./alone.toml would replace the file that --scenario reads: choose another name",
+    ),
     "more ranks asked than given": (
         ["plan", "--scenario", "qwen3-8b", "--topology", "2x2"],
         "tensor_parallel 4 x replicas 1 = 4 ranks asked, 2 given",
@@ -293,7 +315,7 @@ BAD = {
     ),
     "validating real ranks' profile on a simulated cluster": (
         ["validate", "--profile", "elsewhere.json", "--simulate", "h100-2x8"],
-        "profile elsewhere.json is of real ranks, not of h100-2x8: relaymeter calibrate --simulate h100-2x8 --out",
+        "is of real ranks, not of the simulated cluster h100-2x8: relaymeter calibrate --simulate h100-2x8 --out",
     ),
     "ranks of a simulated cluster": (
         ["validate", "--profile", "elsewhere.json", "--simulate", "h100-2x8", "--nodes", "2"],
@@ -321,6 +343,7 @@ def test_bad_input_gives_one_clear_line_and_exit_code_2_and_writes_nothing(
     (tmp_path / "bad.json").write_text('{"a": 1,\n  b}')
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "elsewhere.json").write_text(elsewhere)
+    (tmp_path / "policy.json").write_text('{"kind": "policy", "schema_version": 1, "executors": {}, "sha256": ""}')
     (tmp_path / "edited.json").write_text(elsewhere.replace('"floor_s": 0.0001', '"floor_s": 0.0002'))
     _write_scenarios(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

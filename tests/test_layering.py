@@ -23,6 +23,7 @@ PURE = (
         f"policies/{name}"
         for name in ("price", "choose", "thresholds", "fixed", "policy", "policy_file", "replicas", "scaling")
     ),
+    *(f"policies/{name}" for name in ("policy_python", "reach", "regret")),
     "calibration/profiles",
     *(f"calibration/{name}" for name in ("check", "fingerprint", "hashes", "hints", "sanity")),
     *(f"calibration/{name}" for name in ("labels", "soak_plan", "wrong_bytes")),

@@ -11,7 +11,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ __all__ = [
     "load_json",
     "median_interval",
     "members",
+    "parse_json",
     "plain",
     "read_input",
     "read_records",
@@ -253,12 +254,42 @@ def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError: malformed (JSONDecodeError), a key that stands twice, and, with its
+    place, a number that is not finite (``NaN``, ``1e999``): written out again it would be null."""
+    odd: list[str] = []
+
+    def number(digits: str) -> float:
+        found = float(digits)
+        if not math.isfinite(found):
+            odd.append(digits)
+        return found
+
+    value = json.loads(text, object_pairs_hook=members, parse_float=number, parse_constant=number)
+    if odd:
+        place = next(_odd_places(value), "")
+        raise ValueError(f"{place + ': ' if place else ''}{odd[0][:60]} is no finite number")
+    return value
+
+
+def _odd_places(value: Any, place: str = "") -> Iterator[str]:
+    """Where a JSON value holds a number that is not finite, such as ``executors.send-recv.price_error``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield place
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _odd_places(entry, f"{place}.{key}" if place else key)
+    elif isinstance(value, list):
+        for number, entry in enumerate(value):
+            yield from _odd_places(entry, f"{place}[{number}]")
+
+
 def load_json(path: Path, what: str) -> Any:
     """The JSON value in ``path``. ``what`` names it in errors. Raises InputError (missing, unreadable, malformed, a key
-    that stands twice)."""
+    that stands twice, a number that is not finite)."""
     text = read_input(path, what)
     try:
-        return json.loads(text, object_pairs_hook=members)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{what} {path} is not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
@@ -272,7 +303,7 @@ def read_records(path: Path) -> list[MoveRecord]:
     rows = []
     for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
         try:
-            rows.append(MoveRecord.from_dict(json.loads(line, object_pairs_hook=members)))
+            rows.append(MoveRecord.from_dict(parse_json(line)))
         except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
             raise InputError(f"records {path}, line {number}: {error}") from error
     return rows

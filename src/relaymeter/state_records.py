@@ -6,14 +6,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from relaymeter.errors import InputError
-from relaymeter.records import MoveRecord, Row, members, plain, read_input
+from relaymeter.records import MoveRecord, Row, parse_json, plain, read_input
 
 __all__ = ["STATE_SCHEMA_VERSION", "OffloadRecord", "StateRecord", "read_rows"]
 
@@ -212,7 +211,7 @@ def read_rows(path: Path) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
         try:
-            entry = json.loads(line, object_pairs_hook=members)
+            entry = parse_json(line)
             kind = entry.get("kind")
             if kind is not None and kind not in _KINDS:
                 raise InputError(f"record of kind {kind!r}: this version reads {', '.join(sorted(_KINDS))}")

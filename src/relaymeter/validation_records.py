@@ -6,14 +6,13 @@ unit in their name; what was not measured, or does not apply, is null.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from relaymeter.errors import InputError
-from relaymeter.records import members, plain, read_input
+from relaymeter.records import parse_json, plain, read_input
 
 __all__ = ["HARD", "KINDS", "THRESHOLDS", "VALIDATION_SCHEMA_VERSION", "ValidationRecord", "read_validation"]
 
@@ -148,7 +147,7 @@ def read_validation(path: Path) -> list[ValidationRecord]:
     rows = []
     for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
         try:
-            rows.append(ValidationRecord.from_dict(json.loads(line, object_pairs_hook=members)))
+            rows.append(ValidationRecord.from_dict(parse_json(line)))
         except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
             raise InputError(f"records {path}, line {number}: {error}") from error
     return rows

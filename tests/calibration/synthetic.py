@@ -21,6 +21,14 @@ class Cluster:
     nic_rate: float = 48e6
     port_rate: float = 1e9
     flow_rate: float | None = None
+    flow_rates: dict[str, float] = field(default_factory=dict)
+    """``flow_rate`` of single executors."""
+    node_rate: float | None = None
+    """Caps what leaves a node, and what enters it."""
+    exchange: float = 0.0
+    """Share of what a flow's receiver sends back that the flow has to wait for, where its sender has several peers."""
+    isolated_s: float = 0.0
+    """What a call of its own takes beyond one of a series."""
     machine_rate: float | None = None
     cross_latency_s: float = 6e-4
     near_latency_s: float = 1e-4
@@ -45,6 +53,7 @@ class Cluster:
 
     def measure(self, matrix, executor, *, messages=1, calls=1, sampling=None) -> Samples:
         seconds = self.seconds(np.asarray(matrix, dtype=float), executor, messages)
+        seconds += self.isolated_s if calls == 1 and matrix.any() else 0.0
         return self._sampled(seconds, float(matrix.sum()), sampling, calls)
 
     def packing(self, direction, run_bytes, runs, *, copies=1, ranks=(), sampling=None) -> Samples:
@@ -69,16 +78,21 @@ class Cluster:
             return self.floor_s
         node, nic = self.topology.node_array, self.topology.nic_array
         far = node[src] != node[dst]
-        left = matrix[src, dst].astype(float)
+        several = (matrix > 0).sum(axis=1)[src] > 1
+        left = matrix[src, dst] + np.where(several, self.exchange * np.minimum(matrix[src, dst], matrix[dst, src]), 0.0)
         groups: dict[tuple, list[int]] = {}
         caps: dict[tuple, float] = {}
         for flow, (r, q) in enumerate(zip(src.tolist(), dst.tolist(), strict=True)):
             if far[flow]:
                 keys = [("out", nic[r]), ("in", nic[q])]
                 rates = [self.slow_nics.get(int(n), self.nic_rate) for n in (nic[r], nic[q])]
-                if self.flow_rate is not None:
+                alone = self.flow_rates.get(executor, self.flow_rate)
+                if alone is not None:
                     keys.append(("flow", flow))
-                    rates.append(self.flow_rate)
+                    rates.append(alone)
+                if self.node_rate is not None:
+                    keys += [("node out", node[r]), ("node in", node[q])]
+                    rates += [self.node_rate, self.node_rate]
             else:
                 keys, rates = [("port out", r), ("port in", q)], [self.port_rate, self.port_rate]
             if self.half_duplex.get(executor):

@@ -22,7 +22,7 @@ def test_one_nic_per_rank_is_recovered() -> None:
     profile = calibrate_cluster(Cluster(GRID).instruments(), GRID, settings=FULL)
     assert profile.topology == GRID
     assert all(profile.nic_rate(nic) == pytest.approx(48e6, rel=0.03) for nic in range(4))
-    assert profile.port_rate == pytest.approx(1e9, rel=0.03)
+    assert profile.port_rate() == pytest.approx(1e9, rel=0.03)
     for name in ("send-recv", "all-to-all"):
         costs = profile.costs(name)
         assert costs.overlap > 0.9
@@ -74,6 +74,39 @@ def test_several_flows_that_fill_a_nic_where_one_does_not() -> None:
     assert profile.nic_rate(0) == pytest.approx(50e9, rel=0.05)
     link = profile.costs("all-to-all").cross_node
     assert link is not None and link.curve.plateau_rate == pytest.approx(30e9, rel=0.05)
+
+
+def test_a_nic_carries_as_much_under_an_executor_whose_lone_flow_does_not_fill_it() -> None:
+    cluster = Cluster(GRID, nic_rate=1e9, flow_rates={"send-recv": 0.4e9}, cross_latency_s=2e-5)
+    profile = calibrate_cluster(cluster.instruments(), GRID, settings=FULL)
+    two_flows, one_flow = (profile.nic_rate(0, executor) for executor in ("send-recv", "all-to-all"))
+    assert (two_flows, one_flow) == pytest.approx((0.8e9, 1e9), rel=0.05)
+    assert profile.nic_rate(0) == max(two_flows, one_flow)
+
+
+def test_a_node_that_limits_its_nics_is_not_taken_for_a_crowded_cluster() -> None:
+    topology = Topology.grid(2, 4)
+    cluster = Cluster(topology, nic_rate=1e9, node_rate=2.5e9, cross_latency_s=2e-5)
+    profile = calibrate_cluster(cluster.instruments(), topology, executors=("send-recv",), settings=FULL)
+    link = profile.costs("send-recv").cross_node
+    assert link is not None and link.node == pytest.approx(4 / 2.5, rel=0.05)
+    assert all(factor < 1.05 for factor in link.crowd.values())
+
+
+def test_peers_that_answer_hold_up_what_is_sent_to_them() -> None:
+    cluster = Cluster(GRID, exchange=0.8)
+    profile = calibrate_cluster(cluster.instruments(), GRID, executors=("send-recv",), settings=FULL)
+    link = profile.costs("send-recv").cross_node
+    assert link is not None and link.exchange == pytest.approx(0.8, abs=0.05)
+    assert link.two_way == link.turn == 0
+
+
+def test_what_a_lone_call_takes_beyond_one_of_a_series() -> None:
+    cluster = Cluster(GRID, isolated_s=3e-4, noise=0.01)
+    profile = calibrate_cluster(cluster.instruments(), GRID, executors=("send-recv",), settings=FULL)
+    costs = profile.costs("send-recv")
+    assert costs.start_s == pytest.approx(3e-4, rel=0.2)
+    assert costs.in_node is not None and costs.in_node.curve.seconds[0] == pytest.approx(1.5e-4, rel=0.1)
 
 
 def test_a_machine_that_limits_everything_is_not_taken_for_a_shared_nic() -> None:
@@ -143,9 +176,11 @@ def test_progress_never_goes_back() -> None:
     def note(fraction: float, text: str) -> None:
         seen.append((fraction, text))
 
-    calibrate_cluster(Cluster(GRID).instruments(), GRID, settings=SHORT, progress=note)
+    calibrate_cluster(Cluster(GRID, noise=0.1).instruments(), GRID, settings=SHORT, progress=note)
     fractions = [fraction for fraction, _ in seen]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and all(text for _, text in seen)
+    again = [text for _, text in seen if text.startswith("epoch")]
+    assert again[0] == "epoch 2, in another order" and len(again) <= 12
 
 
 def test_the_declared_rate_is_held_against_the_measured_one() -> None:

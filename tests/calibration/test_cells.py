@@ -23,6 +23,11 @@ from relaymeter.calibration.cells import Cell, PackCell, Sampling
         ([1.0, 1.2] + [1.1] * 9, 0.1, 0, True),  # narrow interval
         ([1.0, 2.0] * 6, 0.1, 0, False),
         ([1.0, 2.0] * 20, 0.1, 0, True),  # as many as there may be
+        ([0.0, 0.0, 0.0], 0.1, 0, True),  # a clock that stands still, and other times that are none
+        ([0.0, 0.0, 1.0], 0.1, 0, True),
+        ([-1.0, -1.0, -1.2], 0.1, 0, True),
+        ([1.0, float("nan"), 1.2], 0.1, 0, True),
+        ([1.0, float("inf"), 1.2], 0.1, 0, True),
     ],
 )
 def test_when_a_cell_has_enough(times: list[float], spent: float, moved: float, stops: bool) -> None:

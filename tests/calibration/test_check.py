@@ -9,7 +9,7 @@ from synthetic import Cluster
 
 from relaymeter.calibration.calibrate import calibrate_cluster
 from relaymeter.calibration.cells import Instruments, PackCell, Samples, Wrong
-from relaymeter.calibration.check import CheckResult, SpotResult, check_cluster, judge, spots
+from relaymeter.calibration.check import CheckResult, SpotResult, check_cluster, judge, limit_text, spots
 from relaymeter.calibration.profiles import Gate, Profile
 from relaymeter.calibration.recorder import Settings
 from relaymeter.errors import DigestMismatch, InputError, NothingMeasured
@@ -106,6 +106,22 @@ def test_drift_needs_medians_and_intervals_apart(old: list[float], new: list[flo
     assert found.verdict == verdict
     assert found.drift == pytest.approx(sorted(new)[len(new) // 2] / sorted(old)[len(old) // 2] - 1)
     assert found.old_low_s <= found.old_s <= found.old_high_s and found.new_low_s <= found.new_s <= found.new_high_s
+
+
+def test_a_limit_is_a_ratio_either_way_and_is_printed_as_the_drifts_that_it_allows() -> None:
+    assert limit_text(0.15) == "-13% / +15%" and limit_text(1.0) == "-50% / +100%"
+    slower, faster = judge("across nodes, 1 MB", 64, [1.0], [1.16]), judge("packing, 4 runs", 64, [1.16], [1.0])
+    assert (slower.passed_limit, faster.passed_limit) == ("+15%", "-13%")
+    found = CheckResult(executor="send-recv", spent_s=1.0, spots=(slower, faster, judge("empty call", 0, [1.0], [2.0])))
+    assert found.drifted_parts == ("traffic between nodes got slower, packing got faster, the empty call got slower")
+
+
+@pytest.mark.parametrize("times", [[], [0.0, 0.0, 0.0], [-1e-3, 1e-3], [float("nan")], [1e-3, float("inf")]])
+def test_samples_that_are_no_times_are_refused_on_either_side(times: list[float]) -> None:
+    with pytest.raises(NothingMeasured, match=r"spot-check, cell: calls took .* look at the machine's clock"):
+        judge("cell", 64, [1.0, 1.0], times)
+    with pytest.raises(NothingMeasured, match="spot-check, cell, in the profile: calls took"):
+        judge("cell", 64, times, [1.0, 1.0])
 
 
 def test_what_a_calibration_could_not_tell_itself_is_no_drift_for_that_link_and_size_alone(profile: Profile) -> None:

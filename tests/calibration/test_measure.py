@@ -54,7 +54,7 @@ def test_a_short_calibration_gives_one_profile_on_all_ranks_and_says_what_hinder
     assert list(profile.executors) == ["send-recv", "all-to-all"]
     assert profile.topology.nodes == 2 and profile.topology.world_size == 4
     assert profile.fingerprint["backend"] == "gloo" and profile.fingerprint["world_size"] == 4
-    assert profile.nic_rate(0) > 1e6 and (profile.port_rate or 0) > 1e6
+    assert profile.nic_rate(0) > 1e6 and (profile.port_rate() or 0) > 1e6
     assert profile.topology == Topology.grid(2, 2) or profile.warnings
     # The first exchange of each executor takes 0.7 s and is in no other figure.
     assert set(profile.connect_s) == {"send-recv", "all-to-all"} and min(profile.connect_s.values()) >= 0.7

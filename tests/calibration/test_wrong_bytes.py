@@ -104,6 +104,15 @@ def test_flipped_bits_are_counted(places: list[int]) -> None:
     assert sum(run.wrong_bytes for run in runs) == len({place // 8 for place in places})
 
 
+@pytest.mark.parametrize(("bits", "origin"), [(4, "flipped bits"), (5, "unknown")])
+def test_four_bits_of_a_unit_are_flipped_and_five_are_noise(bits: int, origin: str) -> None:
+    def damage(received: Bytes) -> None:
+        received[100] ^= (1 << bits) - 1
+
+    (run,) = _runs(damage)
+    assert (run.origin, run.wrong_bytes) == (origin, 1)
+
+
 @given(st.data())
 def test_noise_is_unknown(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**32 - 1))
@@ -135,6 +144,16 @@ def test_swapped_blocks_are_two_runs_on_their_grid() -> None:
     assert (two.begin_bytes, two.length_bytes, two.origin_begin_bytes) == (12288, 4096, 8192)
     assert (one.begin_grid_bytes, one.length_grid_bytes, two.begin_grid_bytes) == (8192, 4096, 4096)
     assert grid_of([one, two]) == 4096
+
+
+def test_where_two_moved_stretches_meet_inside_a_unit_it_goes_to_the_label_that_begins_in_it() -> None:
+    def damage(received: Bytes) -> None:
+        received[160:328] = _bytes_of(MESSAGE, 16 * 100 + 8, 168)
+        received[328:480] = _bytes_of(MESSAGE, 16 * 300, 152)
+
+    one, two = _runs(damage)
+    assert (one.begin_bytes, one.length_bytes, one.origin_begin_bytes) == (160, 160, 16 * 100 + 8)
+    assert (two.begin_bytes, two.length_bytes, two.origin_begin_bytes) == (320, 160, 16 * 300 - 8)
 
 
 def test_right_bytes_are_no_run() -> None:

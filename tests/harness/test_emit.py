@@ -176,7 +176,8 @@ def _move(**changes: Any) -> dict[str, Any]:
     never = {"elements": None, "low": 4096, "high": None}
     return {
         "move": "tp1", "choice": "direct", "price_error": 0.03, "price_error_matrices": 6,
-        "extrapolated": False, "regret_fixed_s": 0.01, "fixed_constants_s": 0.11,
+        "extrapolated": False, "fixed_constants_s": 0.11, "found_constants_s": 0.11, "chosen_s": 0.1,
+        "classes": [{"route": "chain"}, {"route": "relay"}],
         "thresholds": {"min_relay": {"2": {"elements": 65536, "low": 30000, "high": 70000}}, "min_split": {"2": never}},
         **changes,
     }  # fmt: skip
@@ -186,7 +187,11 @@ def test_thresholds_are_printed_in_elements_and_never_is_an_answer() -> None:
     lines = emit_plan.choice_lines(_move())
     assert "min_relay(2 ranks per node) = 65,536 elements [30,000, 70,000]" in lines
     assert "min_split(2 ranks per node) = never [4,096, never]" in lines
-    assert "would take 110 ms: +10 ms" in lines[-1]
+    assert "the scatter of the measurement only" in lines[-2]
+    assert lines[-1] == (
+        "predicted: 65,536 for both 110 ms; the thresholds found 110 ms (the same); routes by class 100 ms (-9.1%, "
+        "with chain, which the two constants cannot ask for)"
+    )
     assert emit_plan.choice_lines(_move(choice=None)) == []
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from relaymeter.errors import InputError
 from relaymeter.harness.launch import ClusterSpec, LaunchResult, RankEnd, already_in_world, launch, verdict
+from relaymeter.harness.worker import meeting_limit
 
 STAND_IN = """
 import json, os, pathlib, signal, sys, time
@@ -198,6 +199,21 @@ def test_the_time_limit_ends_every_rank(start: Callable[..., LaunchResult], tmp_
     assert "time limit" in result.report()
     assert len(pids) == 2
     assert gone_within(0, pids)
+
+
+def test_a_rank_that_is_frozen_at_the_time_limit_is_named_and_lost(start: Callable[..., LaunchResult]) -> None:
+    result = start("stubborn", "exit:0", time_limit_s=1.0, on_started=lambda pids: os.kill(pids[0], signal.SIGSTOP))
+    assert (result.exit_code, result.timed_out, result.frozen) == (7, True, (0,))
+    assert "\nrank 0 was frozen" in result.report()
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "age_s", "expected"), [(60, 5, 40), (60, 58, 10), (600, 5, 580), (1800, 5, 600), (604800, 5, 600)]
+)
+def test_ranks_wait_for_each_other_less_than_the_command_has_left(
+    limit_s: float, age_s: float, expected: float
+) -> None:
+    assert meeting_limit(limit_s, age_s) == expected
 
 
 def test_what_a_rank_has_started_ends_with_it(start: Callable[..., LaunchResult], tmp_path: Path) -> None:

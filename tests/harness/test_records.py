@@ -50,6 +50,26 @@ def test_not_a_number_becomes_null_and_arrays_become_lists() -> None:
     assert json.loads(dump_lines([replace(ROW, error=-math.inf)]))["error"] is None
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": {"b": [1, {"c": 1e999}]}, "d": 2.5}', r"a\.b\[1\]\.c: 1e999 is no finite number"),
+        ("[0, -Infinity]", r"\[1\]: -Infinity is no finite number"),
+        ("NaN", "NaN is no finite number"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_where_it_stands(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_json(path, "profile")
+    path.write_text(dump_lines([ROW]).replace('"plan_s": 0.1', '"plan_s": NaN'))
+    with pytest.raises(InputError, match="line 1: plan_s: NaN"):
+        read_records(path)
+    path.write_text(dump_json({"a": [1.5, -2.0, 3, None]}))
+    assert load_json(path, "profile") == {"a": [1.5, -2.0, 3, None]}
+
+
 def test_rows_without_a_profile_have_neither_prices_nor_a_bound() -> None:
     bare = replace(ROW, predicted_s=None, error=None, bound_s=None, bound_by=None, chosen=False)
     entry = json.loads(dump_lines([bare]))

@@ -38,7 +38,8 @@ def _run(begin: int, source: int | None, origin: str) -> WrongRun:
 
 
 def _report(record: SoakRecord, runs: Sequence[WrongRun], code: int, target: str | None = None) -> int:
-    rows = soak_rows(record, [], [run.to_dict() for run in runs])
+    places = [(0, "east"), (0, "east"), (1, "west"), (1, "west")]
+    rows = soak_rows(record, [], [run.to_dict() for run in runs], places)
     return commands_soak._report(argparse.Namespace(json=target), rows, code, emit.Output(target, force=False))
 
 
@@ -46,8 +47,8 @@ def test_a_clean_soak_is_one_sentence_over_all_ranks_and_exit_0(capsys: pytest.C
     assert _report(_record(), [], 0) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "no wrong byte in 144 messages, 150 GB (all 4 ranks together)",
-        "soak of 4 ranks on 2 nodes by all-to-all over nccl: 12 calls in 10 s, messages of up to 1.07 GB, 15 GB/s",
+        "no wrong byte in 144 messages, 139.7 GiB (all 4 ranks together)",
+        "soak of 4 ranks on 2 nodes by all-to-all over nccl: 12 calls in 10 s, messages of up to 1 GiB, 15 GB/s",
         "slowest rank: exchange 9.5 s, making 100 ms, checking 200 ms (3% of the time for both)",
     ]
 
@@ -62,8 +63,10 @@ def test_wrong_bits_come_first_and_outrank_all_else(code: int, capsys: pytest.Ca
     assert _report(record, runs, code) == 6
     text = capsys.readouterr().out
     assert text.startswith("WRONG BITS: 391716 bytes of 3 messages not as sent (all 4 ranks together: 144 messages")
-    assert "zeros: 130572 wrong bytes in 1 run (1 x 131072 bytes), all on a grid of 128 KiB" in text
+    assert "zeros: 130572 wrong bytes in 1 run (1 x 128 KiB), all on a grid of 128 KiB" in text
     for piece in (
+        "0, node 0 (east)",
+        "2, node 1 (west)",
         "bytes from 640 of rank 1's message to rank 2 of call 1",
         f"bytes from {7 * BLOCK} of the same message",
     ):
@@ -129,10 +132,11 @@ def test_the_command_finds_what_was_damaged_on_a_rank_that_is_not_rank_0(cli: An
     assert done.returncode == 6, done.stderr
     assert done.stdout.splitlines()[0 if "cannot shape" not in done.stdout else 1].startswith("WRONG BITS: 26")
     assert "another offset: 26" in done.stdout and "all on a grid of 128 KiB" in done.stdout
-    assert "soak 100%" in done.stderr and "MB moved" in done.stderr and "WRONG: 26" in done.stderr
+    assert "soak 100%" in done.stderr and "MiB moved" in done.stderr and "WRONG: 26" in done.stderr
     summary, *rows = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
     assert [row["kind"] for row in rows] == ["soak-rank"] * 2 + ["soak-run"] * 2
     assert (summary["verdict"], summary["ok"], summary["finished"]) == ("wrong bits", False, True)
     assert summary["bytes_total"] == sum(row["received_bytes"] for row in rows[:2])
     assert 0 <= summary["bytes_total"] - (9 << 20) < 2 * 16
     assert [row["receiver"] for row in rows[2:]] == [1, 1]
+    assert [(row["sender_node"], row["receiver_node"]) for row in rows[2:]] == [(0, 1)] * 2

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -18,22 +19,24 @@ from synthetic import Cluster
 
 from relaymeter.calibration.calibrate import calibrate_cluster
 from relaymeter.calibration.cells import Wrong
-from relaymeter.calibration.fingerprint import machine_facts
-from relaymeter.calibration.profiles import Profile, save
+from relaymeter.calibration.profiles import Profile, load, save
 from relaymeter.calibration.recorder import Settings
 from relaymeter.errors import InputError
 from relaymeter.harness.cli import main
 from relaymeter.harness.jobs import RunStamp
 from relaymeter.harness.simulated import load_preset
+from relaymeter.harness.simulated_profile import simulated_facts
 from relaymeter.harness.validate_agenda import Extent, make_agenda
 from relaymeter.harness.validate_cases import MIXED, Agenda, MoveSpec, Observed
 from relaymeter.harness.validate_flows import flow_cases
 from relaymeter.harness.validate_measure import Repeats, in_turns, measure_flows
 from relaymeter.harness.validate_moves import plan_spec, shapes_for
+from relaymeter.harness.validate_progress import Clock
+from relaymeter.harness.validate_report import make_report, report_facts
 from relaymeter.harness.validate_rows import About, flow_rows, move_rows
 from relaymeter.policies.price import price_loads
 from relaymeter.policies.thresholds import find_thresholds
-from relaymeter.records import dump_lines
+from relaymeter.records import dump_json, dump_lines
 from relaymeter.relayout.schedule import build_schedule
 from relaymeter.relayout.topology import Topology
 from relaymeter.validation_records import HARD, ValidationRecord, read_validation
@@ -287,13 +290,18 @@ def test_a_flipped_bit_is_found_and_named_and_later_moves_are_right(ranks: Calla
     assert all(found["passed"] == found["total"] for found in others)
 
 
-def test_a_simulated_cluster_is_validated_without_ranks_and_every_row_says_so(tmp_path: Path) -> None:
+def test_a_simulated_cluster_is_validated_without_ranks_and_every_row_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     profile_path, rows_path = tmp_path / "profile.json", tmp_path / "rows.jsonl"
     cluster = load_preset("box-rank-nics")
-    facts = {**machine_facts(), "simulated": cluster.name}
     settings = replace(Settings.short(), replicates=6)
     profile = calibrate_cluster(
-        cluster.instruments(), cluster.declared, executors=cluster.executors[:1], settings=settings, fingerprint=facts
+        cluster.instruments(),
+        cluster.declared,
+        executors=cluster.executors[:1],
+        settings=settings,
+        fingerprint=simulated_facts(cluster),
     )
     save(profile, profile_path)
     arguments = ["validate", "--simulate", "box-rank-nics", "--quick", "--profile", str(profile_path)]
@@ -307,3 +315,67 @@ def test_a_simulated_cluster_is_validated_without_ranks_and_every_row_says_so(tm
     (folder,) = (tmp_path / profile.machine_id).glob("*_validate")
     assert "simulated" in (folder / "report.md").read_text(encoding="utf-8").splitlines()[0]
     assert read_validation(folder / "rows.jsonl") == rows
+    facts = report_facts(folder / "report.json")
+    report = make_report(rows, load(folder / "profile.json"), **facts)
+    assert dump_json(report.to_dict()) == (folder / "report.json").read_text(encoding="utf-8")
+    assert report.exit_code == code
+    assert facts["nic_rates"] == dict.fromkeys(range(4), cluster.truth["nic_bytes_per_s"])
+    kept = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    assert kept["figures"][0]["key"] == "nics" and kept["figures"][0]["count"] == 4
+    assert any("mixed routes: searched by price" in note for note in facts["notes"])
+    docs = (Path(__file__).resolve().parents[2] / "docs" / "validation.md").read_text(encoding="utf-8")
+    snippet = docs.split("## From Python")[1].split("    from ", 1)[1].split("\n`report_facts`")[0]
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    exec(dedent("    from " + snippet), {})  # the command's report, with its notes and the true rates of the NICs
+    assert capsys.readouterr().out.splitlines() == [str(code), *"\n".join(report.lines).splitlines()]
+    assert "searched by price" in (folder / "report.md").read_text(encoding="utf-8")
+
+
+def _simulated(profile: Path, *more: str, simulate: str = "box-rank-nics") -> int:
+    return main(["validate", "--simulate", simulate, "--profile", str(profile), *more])
+
+
+def _saved(path: Path, facts: dict[str, object]) -> Path:
+    save(replace(_profile(), fingerprint=facts), path)
+    return path
+
+
+@pytest.mark.parametrize("option", ["--time-limit 1", "--nodes 2", "--nic-per rank", "--nic none", "--fault flip:0"])
+def test_options_about_real_ranks_are_refused_with_a_simulated_cluster(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _saved(tmp_path / "profile.json", simulated_facts(load_preset("box-rank-nics")))
+    assert _simulated(path, *option.split()) == 2
+    assert f"{option.split()[0]} is about real ranks" in capsys.readouterr().err
+
+
+def test_a_profile_of_a_model_that_has_changed_is_refused_and_the_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('like = "box-rank-nics"\n', encoding="utf-8")
+    path = _saved(tmp_path / "profile.json", simulated_facts(load_preset(str(mine))))
+    mine.write_text('like = "box-rank-nics"\n[rates]\nnic = 1e6\n', encoding="utf-8")
+    assert _simulated(path, simulate=str(mine)) == 2
+    told = capsys.readouterr().err
+    assert "is of another mine (model" in told
+    assert f"relaymeter calibrate --simulate {mine} --out" in told
+    assert _simulated(path, simulate="box-node-nic") == 2
+    assert "not of the simulated cluster box-node-nic" in capsys.readouterr().err
+
+
+def test_a_slow_nic_is_held_to_its_own_rate(tmp_path: Path) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text('like = "box-rank-nics"\n[stragglers.nics]\n2 = 4.0\n', encoding="utf-8")
+    cluster = load_preset(str(file))
+    usual = cluster.truth["nic_bytes_per_s"]
+    assert cluster.nic_rates == {0: usual, 1: usual, 2: usual / 4, 3: usual}
+
+
+def test_progress_says_how_far_it_is_and_what_is_at_hand() -> None:
+    lines: list[str] = []
+    part = Clock(lines.append, "plan", last_s=0.0).part("whole moves", 0.2, 0.6)
+    part(0.5, "swap, send-recv")
+    part(0.9)  # too soon
+    assert lines == ["plan  40%  whole moves: swap, send-recv"]

@@ -44,7 +44,7 @@ def test_a_holder_behind_a_slow_nic_makes_nodes_forward(
     assert set(prices) == {"direct", "relay", "spread", "chain"}
     assert found.name == "chain" and (found.route == CHAIN).all()
     assert found.chosen.total_s == prices["chain"] < min(prices["direct"], prices["relay"], prices["spread"])
-    bound = lower_bound(plan, topology, profile.nic_rates(topology), profile.port_rate).seconds
+    bound = lower_bound(plan, topology, profile.nic_rates(topology), profile.port_rate()).seconds
     assert 1 < prices["chain"] / bound < 2.2 and prices["relay"] / bound > 0.9 * (nodes - 1)
     groups = block_groups(plan, topology)
     loads = build_schedule(plan, topology, groups.uniform(CHAIN), BUCKET).loads(executor)

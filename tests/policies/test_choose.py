@@ -8,6 +8,8 @@ import pytest
 from relaymeter.calibration.profiles import Profile
 from relaymeter.policies.choose import Choice, choose
 from relaymeter.policies.fixed import FIXED_MIN_RELAY, FIXED_MIN_SPLIT, fixed_route
+from relaymeter.policies.price import Pricer
+from relaymeter.policies.thresholds import threshold_route
 from relaymeter.relayout.layout import TensorSpec
 from relaymeter.relayout.placements import Cut, replicated_layout, tensor_parallel_layout, zero3_layout
 from relaymeter.relayout.planner import MovePlan, plan_move
@@ -37,8 +39,8 @@ def plan(topology: Topology, tensor_parallel: int, rows: int = 1024, layers: int
     return plan_move(before, after, topology)
 
 
-def decide(profile: Profile, move: MovePlan, executor: str = "send-recv") -> Choice:
-    return choose(move, profile.topology, profile, bucket_bytes=BUCKET, executor=executor)
+def decide(profile: Profile, move: MovePlan, executor: str = "send-recv", topology: Topology | None = None) -> Choice:
+    return choose(move, topology or profile.topology, profile, bucket_bytes=BUCKET, executor=executor)
 
 
 @pytest.mark.parametrize("executor", ["send-recv", "all-to-all"])
@@ -86,6 +88,19 @@ def test_prices_are_those_of_the_schedules(profile_of: Profiles) -> None:
     assert found.regret_fixed_s == pytest.approx(found.fixed.total_s - found.chosen.total_s)
 
 
+def test_the_rule_with_the_thresholds_found_is_priced_beside_todays(profile_of: Profiles) -> None:
+    profile = profile_of("box")
+    move = plan(profile.topology, 1)
+    found = decide(profile, move)
+    groups = block_groups(move, profile.topology)
+    codes = threshold_route(groups, found.min_relay, found.min_split)
+    loads = build_schedule(move, profile.topology, codes, BUCKET).loads("send-recv")
+    assert found.found is not None and not found.extrapolated and found.beyond == ()
+    assert found.found.total_s == Pricer(profile, profile.topology, "send-recv").price(loads).total_s
+    larger = decide(profile, plan(Topology.grid(3, 2), 1), topology=Topology.grid(3, 2))
+    assert larger.extrapolated and "the measured 2 nodes x 2 ranks, 4 NICs" in larger.beyond[0]
+
+
 def test_every_class_has_a_row_with_prices_above_its_bound(profile_of: Profiles) -> None:
     profile = profile_of("box")
     move = plan(profile.topology, 1)
@@ -125,7 +140,9 @@ def test_many_classes_each_too_small_to_tell_are_chosen_together(profile_of: Pro
     source = zero3_layout(specs, topology.ranks_of(0), topology.world_size)
     target = replicated_layout(specs, topology.ranks_of(1), topology.world_size)
     move = plan_move(source, target, topology)
-    found = choose(move, topology, profile, bucket_bytes=BUCKET, executor="send-recv", thresholds=False)
+    found = choose(move, topology, profile, bucket_bytes=BUCKET, executor="send-recv")
+    direct = found.candidates["direct"]
+    assert found.cheapest is not None and found.cheapest.total_s == direct.total_s > found.chosen.total_s
     assert all(min(row.prices_s, key=lambda name: row.prices_s[name]) == "direct" for row in found.classes)
     assert found.name == "relay" and found.chosen.total_s == found.candidates["relay"].total_s
     assert found.chosen.total_s < found.candidates["direct"].total_s * (1 - found.error)

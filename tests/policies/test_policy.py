@@ -19,14 +19,16 @@ from test_choose import decide, plan
 import relaymeter
 from relaymeter.calibration.profiles import Profile
 from relaymeter.errors import InputError
+from relaymeter.policies.choose import choose
 from relaymeter.policies.policy import Policy, make_policy
-from relaymeter.policies.policy_file import load_policy, policies_text, python_text, save_policies
+from relaymeter.policies.policy_file import load_policy, policies_text, save_policies
 from relaymeter.policies.replicas import Rates
 from relaymeter.policies.thresholds import Threshold
 from relaymeter.relayout.routes import ROUTES, block_groups
 from relaymeter.relayout.topology import Topology
 
 Profiles = Callable[[str], Profile]
+GRID = Topology.grid(2, 2)
 NOW = "2026-01-02T03:04:05+00:00"
 MOVES = {"tp1": 1, "tp2": 2}
 
@@ -91,6 +93,8 @@ def test_thresholds_of_a_fanout_that_was_not_priced_are_those_of_the_next_smalle
     assert [policy.min_relay(fanout) for fanout in (1, 2, 3, 4, 8)] == [None, 1000, 1000, 300, 300]
     assert [policy.min_split(fanout) for fanout in (1, 2, 3, 4, 8)] == [None, 4000, 4000, None, None]
     assert [policy.min_relay(2, itemsize) for itemsize in (1, 2, 4, 3)] == [2000, 1000, 500, 667]
+    assert policy.priced_fanouts == (2, 4)
+    assert [policy.nearest_fanout(fanout) for fanout in (1, 2, 3, 4, 8)] == [None, 2, 2, 4, 4]
     for block in ((-1, 2, 2), (8, 0, 2), (8, 2, 0)):
         with pytest.raises(InputError, match="give at least 0, 1, 1"):
             policy.route(*block)
@@ -131,7 +135,8 @@ def test_what_is_no_intact_policy_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     for changed, message in (
         (text.replace('"elements": 1000', '"elements": 1'), "was edited after it was written"),
-        (text.replace('"schema_version": 1', '"schema_version": 9'), "schema_version 9, this version reads 1"),
+        (text.replace('"schema_version": 2', '"schema_version": 9'), "schema_version 9, this version reads 2"),
+        (text.replace('"port_bytes_per_s": null', '"port_bytes_per_s": 1e999'), r"rates.port_bytes_per_s: 1e999 is no"),
         (text.replace('"kind": "policy"', '"kind": "profile"'), "is no policy: make one with relaymeter choose --out"),
         ("[]", "is no policy"),
         ("{", "is not valid JSON"),
@@ -141,6 +146,18 @@ def test_what_is_no_intact_policy_is_refused(tmp_path: Path) -> None:
             load_policy(path)
     with pytest.raises(InputError, match="cannot read policy"):
         load_policy(tmp_path / "none.json")
+
+
+def test_a_file_keeps_its_default_executor_and_an_edit_of_their_order_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    save_policies([by_hand(executor="all-to-all"), by_hand(executor="send-recv")], path)
+    assert load_policy(path).executor == "all-to-all"
+    document = json.loads(path.read_text())
+    document["executors"] = dict(reversed(document["executors"].items()))
+    path.write_text(json.dumps(document))
+    for executor in (None, "send-recv"):
+        with pytest.raises(InputError, match=r"edited after it was written .the order of executors"):
+            load_policy(path, executor)
 
 
 def test_an_unknown_route_in_a_file_is_named(profile_of: Profiles, tmp_path: Path) -> None:
@@ -153,30 +170,6 @@ def test_an_unknown_route_in_a_file_is_named(profile_of: Profiles, tmp_path: Pat
         load_policy(path)
 
 
-def test_the_python_text_holds_the_thresholds_their_intervals_and_where_they_are_from() -> None:
-    text = python_text(by_hand(simulated="h100", error_matrices=0))
-    names: dict[str, Any] = {}
-    exec(compile(text, "pasted", "exec"), {"__builtins__": {}}, names)
-    never = 1 << 62
-    assert names["RELAYOUT_THRESHOLDS"] == {
-        2: {"min_relay": 1000, "min_split": 4000}, 4: {"min_relay": 300, "min_split": never},
-    }  # fmt: skip
-    assert names["relayout_options"] == names["RELAYOUT_THRESHOLDS"][4]
-    for piece in ("SIMULATED", "h100", "min_relay 1,000 [900, 1,100]", "min_split never [70,000, never]", "assumed"):
-        assert piece in text
-    assert all(len(line) <= 160 for line in text.splitlines())
-
-
-def test_the_most_used_number_of_ranks_is_what_the_python_text_offers(profile_of: Profiles) -> None:
-    (policy,) = policy_of(profile_of("gpus"))
-    assert sorted(policy.relay) == [2, 4]
-    carried = {
-        fanout: sum(row.bytes * fanout for m in policy.moves for row in m.classes if row.route and row.fanout == fanout)
-        for fanout in policy.relay
-    }
-    assert f"relayout_options = RELAYOUT_THRESHOLDS[{max(carried, key=lambda f: carried[f])}]" in python_text(policy)
-
-
 def test_a_selector_of_the_policy_charges_a_direct_block_for_every_rank(profile_of: Profiles) -> None:
     (policy,) = policy_of(profile_of("box"))
     assert policy.replica_selector is not policy.replica_selector
@@ -185,7 +178,10 @@ def test_a_selector_of_the_policy_charges_a_direct_block_for_every_rank(profile_
         policy.selector("best")
 
 
-def test_without_a_move_there_is_no_policy(profile_of: Profiles) -> None:
+def test_without_a_move_or_its_thresholds_there_is_no_policy(profile_of: Profiles) -> None:
+    bare = choose(plan(GRID, 1), GRID, profile_of("box"), bucket_bytes=1 << 22, executor="send-recv", thresholds=False)
+    with pytest.raises(InputError, match="without thresholds"):
+        make_policy("bare", profile_of("box"), {"tp1": bare}, executor="send-recv", created_utc=NOW)
     with pytest.raises(InputError, match="at least one move"):
         make_policy("nothing", profile_of("box"), {}, executor="send-recv", created_utc=NOW)
 

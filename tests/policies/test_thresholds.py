@@ -7,18 +7,23 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_choose import plan
 
 from relaymeter.calibration.profiles import ExecutorProfile, Profile
 from relaymeter.errors import InputError
+from relaymeter.policies import thresholds
 from relaymeter.policies.price import Pricer
 from relaymeter.policies.thresholds import (
     BATCH_BLOCKS,
     Batch,
+    Threshold,
     batch_loads,
     batch_seconds,
     find_thresholds,
     possible_fanouts,
+    threshold_route,
 )
+from relaymeter.relayout.routes import DIRECT, RELAY, SPREAD, block_groups
 from relaymeter.relayout.topology import Topology
 
 Profiles = Callable[[str], Profile]
@@ -59,6 +64,42 @@ def test_an_unshaped_network_never_relays(profile_of: Profiles) -> None:
     for limit in (relay[2], split[2]):
         assert limit.elements is None and limit.high is None
         assert limit.to_dict() == {"elements": None, "low": limit.low, "high": None}
+
+
+@pytest.mark.parametrize(
+    ("gains", "place"),
+    [
+        ((0.5, 0.5, -0.1, 0.01, 0.02), None),  # what it gains beyond the last losing size is within the error
+        ((0.5, 0.5, -0.1, 0.01, 0.04), 2),
+        ((0.01, 0.01, 0.01, 0.01, 0.01), None),
+        ((0.01, 0.01, 0.01, 0.01, 0.04), 0),
+        ((0.5, 0.5, 0.5, 0.5, -0.1), None),
+        ((-0.1, -0.1, 0.5, 0.5, 0.5), 1),
+    ],
+)
+def test_a_threshold_stands_on_what_is_gained_above_it(gains: tuple[float, ...], place: int | None) -> None:
+    sizes = len(thresholds._SIZES)
+    direct = np.ones(sizes)
+    other = direct - np.concatenate([gains, np.full(sizes - len(gains), gains[-1])])
+    found = thresholds._crossing(direct, other, 0.03)
+    if place is None:
+        assert found == float("inf")
+    else:
+        assert thresholds._SIZES[place] <= found < thresholds._SIZES[place + 1]
+
+
+def test_the_rule_with_other_constants_goes_by_the_ranks_a_node(profile_of: Profiles) -> None:
+    topology = profile_of("gpus").topology
+    groups = block_groups(plan(topology, 2), topology)
+    assert set(groups.fanout.tolist()) == {2, 4}
+    relay = {2: Threshold(2, 1, 1, 1), 4: Threshold(4, None, None, None)}
+    split = {2: Threshold(2, 4096, 1, None), 4: Threshold(4, 1, 1, 1)}
+    codes = threshold_route(groups, relay, split)
+    assert set(codes[groups.fanout == 4].tolist()) == {SPREAD}
+    large = groups.elements >= 4096
+    assert set(codes[(groups.fanout == 2) & large].tolist()) == {SPREAD}
+    assert set(codes[(groups.fanout == 2) & ~large].tolist()) <= {RELAY}
+    assert (threshold_route(groups, {}, {}) == DIRECT).all()
 
 
 def test_thresholds_rise_with_the_cost_of_a_segment(profile_of: Profiles) -> None:

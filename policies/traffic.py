@@ -119,11 +119,19 @@ class Traffic:
 
     def _through(self, key: IntArray, factors: FloatArray) -> FloatArray:
         """Effective bytes of NICs (rounds, NICs) in one direction, ``key`` (rows) being round * NICs + NIC."""
-        nbytes = self._bytes + self._link.exchange * np.minimum(self._bytes, self._back)
+        shape, cells = (self._rounds, len(factors)), self._rounds * len(factors)
         if factors.min() < 1 - _SMALL:
-            return self._fair(key, nbytes, factors, len(factors))
-        total = np.bincount(key, weights=nbytes, minlength=self._rounds * len(factors))
-        return total.astype(np.float64).reshape(self._rounds, len(factors)) * factors
+            carried = self._fair(key, self._bytes, factors, len(factors))
+        else:
+            carried = np.bincount(key, weights=self._bytes, minlength=cells).reshape(shape) * factors
+        if self._link.exchange == 0:
+            return carried
+        # What comes back from several peers adds: all of it from two equal ones on, nothing from a lone one.
+        back = np.minimum(self._bytes, self._back)
+        total, lone = np.bincount(key, weights=back, minlength=cells), np.zeros(cells)
+        np.maximum.at(lone, key, back)
+        added: FloatArray = np.minimum(total, 2 * (total - lone)).reshape(shape) * factors
+        return carried + self._link.exchange * added
 
     def _both(self, out: FloatArray, into: FloatArray) -> FloatArray:
         return np.maximum(out, into) + self._link.turn * np.minimum(out, into)

@@ -10,7 +10,7 @@ from relaymeter.calibration.calibrate import calibrate_cluster
 from relaymeter.calibration.cells import Wrong
 from relaymeter.calibration.recorder import Settings
 from relaymeter.errors import DigestMismatch, NothingMeasured
-from relaymeter.policies.price import Pricer
+from relaymeter.policies.price import Pricer, flow_loads
 from relaymeter.relayout.topology import Topology
 
 GRID = Topology.grid(2, 2)
@@ -99,6 +99,13 @@ def test_peers_that_answer_hold_up_what_is_sent_to_them() -> None:
     link = profile.costs("send-recv").cross_node
     assert link is not None and link.exchange == pytest.approx(0.8, abs=0.05)
     assert link.two_way == link.turn == 0
+    pricer = Pricer(profile, GRID, "send-recv")
+    one, two = [(0, 2, 8 << 20)], [(0, 2, 4 << 20), (0, 3, 4 << 20)]
+    pair, several = (
+        pricer.price(flow_loads([*flows, *((q, r, size) for r, q, size in flows)])).total_s for flows in (one, two)
+    )
+    assert pair == pytest.approx((8 << 20) / 48e6, rel=0.03)
+    assert several == pytest.approx(1.8 * (8 << 20) / 48e6, rel=0.03)
 
 
 def test_what_a_lone_call_takes_beyond_one_of_a_series() -> None:

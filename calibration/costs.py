@@ -210,6 +210,8 @@ class ExecutorCosts:
     and nothing is warm. A move begins once."""
     overlap: float
     """Share of the shorter of in-node and cross-node traffic that is hidden behind the longer one: 0 none, 1 all."""
+    busy_s: float
+    """What a call of small messages takes beyond a lone one where all ranks exchange: they wait for shared cores."""
     in_node: LinkCosts | None
     cross_node: LinkCosts | None
     pack: PackCosts

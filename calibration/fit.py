@@ -66,6 +66,7 @@ def fit_costs(
         floor_s=empty[max(empty)] if empty else 0.0,
         start_s=starts.get(executor, 0.0),
         overlap=_overlap(mine, like),
+        busy_s=_busy_s(mine, list(links.values())),
         in_node=links[IN_NODE],
         cross_node=links[CROSS_NODE],
         pack=_fit_pack(pack_cells, "pack"),
@@ -251,6 +252,16 @@ def _overlap(cells: Sequence[Cell], like: ExecutorCosts | None) -> float:
         return 0.0 if like is None else like.overlap
     near, far, both = found["overlap in node"], found["overlap cross"], found["overlap both"]
     return float(np.clip((near + far - both) / min(near, far), 0.0, 1.0))
+
+
+def _busy_s(cells: Sequence[Cell], links: Sequence[LinkCosts | None]) -> float:
+    """``ExecutorCosts.busy_s``: the ring of small messages against the slower of its lone flows."""
+    rings = [cell for cell in cells if cell.pattern == "ring"]
+    if not rings:
+        return 0.0
+    size = np.asarray([float(rings[0].size)])
+    alone = max(float(link.curve.time(size)[0]) for link in links if link is not None)
+    return max(0.0, rings[0].median_s - alone)
 
 
 def _fit_pack(cells: Sequence[PackCell], direction: str) -> PackCosts:

@@ -26,6 +26,7 @@ __all__ = [
     "one_pair_a_node",
     "rails",
     "random_matrix",
+    "ring",
     "turn",
 ]
 
@@ -86,6 +87,12 @@ def dense(topology: Topology, here: int, there: int, nbytes: int, *, both: bool 
     pairs = [(r, q) for r in one for q in two]
     flows = [(r, q, share) for r, q in pairs]
     return flows + [(q, r, share) for r, q in pairs] if both else flows
+
+
+def ring(topology: Topology, nbytes: int) -> list[Flow]:
+    """Every rank sends to the next one, the last to the first."""
+    size = topology.world_size
+    return [(rank, (rank + 1) % size, nbytes) for rank in range(size)]
 
 
 def turn(topology: Topology, here: int, there: int, nbytes: int) -> list[Flow]:

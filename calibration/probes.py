@@ -179,11 +179,16 @@ class Prober(Recorder):
             size *= factor if size * factor <= self.largest_bytes else 2
 
     def _lone(self) -> None:
-        """A message that is all latency, once more in a call of its own: the curve has it in a series."""
-        for kind, known in ((IN_NODE, self._near), (CROSS_NODE, self._far)):
+        """A message that is all latency in a call of its own, where the curve has it in a series; and one such message
+        from every rank to the next."""
+        kinds = ((IN_NODE, self._near), (CROSS_NODE, self._far))
+        for kind, known in kinds:
             small = [cell for cell in self.of(f"{kind} curve") if cell.size <= _SMALL_BYTES]
             if known is not None and small:
                 self.cell(f"{kind} lone call", small[-1].flows, small[-1].median_s, calls=1)
+        smallest = [self.of(f"{kind} curve")[0].median_s for kind, known in kinds if known is not None]
+        if self.topology.world_size > 2:
+            self.cell("ring", patterns.ring(self.topology, _FIRST_BYTES), 2 * max(smallest))
 
     def _pairs(self) -> None:
         near, far = (patterns.in_node_pairs, IN_NODE, self._near), (patterns.cross_pairs, CROSS_NODE, self._far)

@@ -24,7 +24,7 @@ _SEED = "relaymeter validate"
 #: A median whose interval reaches less than this share of it to either side, on average, is settled.
 _SETTLED = 0.03
 #: Moves of at most so many seconds are cheap to repeat, and scatter more.
-_SHORT_S = 0.02
+_SHORT_S = 0.03
 #: Share of the budget that exchanges may take before only the least of them is measured.
 _FLOWS_SHARE = 0.4
 
@@ -37,6 +37,8 @@ class Repeats:
     most: int = 13
     passes: int = 3
     """Turns that exchanges are measured in, three samples or four each."""
+    late: int = 21
+    """Moves of at most ``_SHORT_S`` that are not settled are measured so often, over the budget too."""
     more: int = 2
     """Further turns for exchanges that are not settled."""
     budget_s: float = 280.0
@@ -45,7 +47,7 @@ class Repeats:
     @classmethod
     def short(cls) -> Repeats:
         """``--quick``."""
-        return cls(least=5, most=7, passes=2, more=0, budget_s=100.0)
+        return cls(least=5, most=7, passes=2, late=9, more=0, budget_s=100.0)
 
 
 class MeasureMoves(Protocol):
@@ -119,16 +121,18 @@ def in_turns(
     times: list[list[float]] = [[] for _ in range(count)]
     order = random.Random(_SEED)
 
-    def goes_on(number: int, turn: int) -> bool:
+    def goes_on(number: int, turn: int, late: bool) -> bool:
         if turn <= repeats.least:
             return True
-        short = turn <= 3 * repeats.most and median_interval(times[number])[0] <= _SHORT_S
-        return (short or turn <= repeats.most) and not settled(times[number])
+        short = median_interval(times[number])[0] <= _SHORT_S
+        most = repeats.late if late else 3 * repeats.most
+        return turn <= (most if short else 0 if late else repeats.most) and not settled(times[number])
 
     for turn in range(3 * repeats.most + 1):
-        if turn > repeats.least and spent_s() > repeats.budget_s:
+        late = turn > repeats.least and spent_s() > repeats.budget_s
+        wanted = [k for k in range(count) if goes_on(k, turn, late)]
+        if not wanted:
             break
-        wanted = [k for k in range(count) if goes_on(k, turn)]
         for done, index in enumerate(order.sample(wanted, len(wanted))):
             progress(min(1.0, (turn + done / len(wanted)) / (repeats.most + 1)))
             took = once(index)

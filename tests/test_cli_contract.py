@@ -106,7 +106,7 @@ def elsewhere() -> str:
     curve = Curve(bytes=(1024, 1 << 20), seconds=(1e-4, 2e-2), tail_s_per_byte=2e-8)
     link = LinkCosts(curve, 0.0, 0.0, 1.0, 1.0, 1.0, {}, {}, 1.0, {}, 0.0)
     pack = PackCosts(1e-5, 1e-6, 1e-10)
-    found = ExecutorProfile(ExecutorCosts(1e-4, 0.0, 0.8, link, link, pack, pack), (), {})
+    found = ExecutorProfile(ExecutorCosts(1e-4, 0.0, 0.8, 0.0, link, link, pack, pack), (), {})
     profile = Profile(
         created_utc="2026-01-02T03:04:05+00:00", fingerprint={**machine_facts(), "cpu": "abacus"},
         topology=Topology.grid(2, 2), executors={"send-recv": found}, gates=(), warnings=(), quick=True, spent_s=1.0,

@@ -33,7 +33,8 @@ def profile(
     cells: tuple[Cell, ...] = (), *, cross: LinkCosts | None = None, cluster: Any = None, **facts: Any
 ) -> Profile:
     costs = ExecutorCosts(
-        floor_s=1e-4, start_s=0.0, overlap=0.5, in_node=link(1e9), cross_node=cross or link(PAYLOAD),
+        floor_s=1e-4, start_s=0.0, overlap=0.5, busy_s=0.0,
+        in_node=link(1e9), cross_node=cross or link(PAYLOAD),
         pack=PackCosts(1e-5, 1e-6, 1e-10), unpack=PackCosts(1e-5, 1e-6, 1e-10),
     )  # fmt: skip
     found = {name: ExecutorProfile(costs, (), {}) for name in ("send-recv", "all-to-all")}

@@ -3,8 +3,8 @@
 ``price_loads(schedule.loads(executor), topology, profile, executor)`` prices one schedule; a ``Pricer`` prices many.
 
 A schedule begins once (``start_s``). Per round and rank: pack, then communicate, then unpack. Communication is the
-call's floor, plus the wait for cores that busy ranks share, plus the longer of in-node and cross-node traffic, plus the
-part of the shorter one that does not overlap,
+call's floor, plus the longer of in-node and cross-node traffic, plus the part of the shorter one that does not overlap
+(or, if that is more, the latency plus the wait for cores that busy ranks share),
 each of them as its curve has it less the floor; copies within the rank run beside it. The traffic of a link class takes
 as long as a lone flow of *effective bytes*, the largest over the pair (with the duplex of the executor), the rank's
 port (fan-in, fan-out, turn), the NIC in both directions, the node and, by the number of busy ports, the whole cluster,
@@ -178,9 +178,13 @@ class Pricer:
             near_s, within = near_s + within, np.zeros(shape)
         far_s = np.where(busy_far, np.maximum(seconds[CROSS_NODE] - floor, 0.0), 0.0)
         communicate = np.maximum(near_s, far_s) + (1 - costs.overlap) * np.minimum(near_s, far_s)
+        # Waiting for cores hides behind wires.
         busy = busy_near | busy_far
         others = np.maximum(busy.sum(axis=1, keepdims=True) - 2, 0) / max(world - 2, 1)
-        communicate = communicate + np.where(busy, others * costs.busy_s, 0.0)
+        waits = np.maximum(
+            np.where(busy_near, self._latency(IN_NODE), 0), np.where(busy_far, self._latency(CROSS_NODE), 0)
+        )
+        communicate = np.maximum(communicate, np.where(busy, waits + others * costs.busy_s, 0.0))
         # Every rank takes part in an all-to-all; with send-recv a rank without a message makes no call.
         present = np.ones(shape, dtype=bool) if self.executor == "all-to-all" else busy
         communicate = communicate + np.where(present, floor, 0.0)
@@ -188,6 +192,11 @@ class Pricer:
         pack = self._packing(costs.pack, loads, loads.src, loads.pack_bytes, loads.copies, loads.pack_runs)
         unpack = self._packing(costs.unpack, loads, loads.dst, loads.unpack_bytes, loads.copies, loads.unpack_runs)
         return RoundTerms(pack, communicate, unpack, near_s, far_s, extrapolated)
+
+    def _latency(self, kind: str) -> float:
+        """Seconds of the smallest message, less the floor."""
+        link = self.costs.link(kind)
+        return 0.0 if link is None else max(0.0, link.curve.seconds[0] - self.costs.floor_s)
 
     def _link(self, kind: str) -> LinkCosts:
         link = self.costs.link(kind)

@@ -177,15 +177,18 @@ class Expecter:
         self.executor, self.topology = executor, topology
         self.pricer = Pricer(profile, topology, executor)
         self._rates, self._port = profile.nic_rates(topology, executor), profile.port_rate(executor)
-        self._constant = self.pricer.costs.floor_s
+        # The best that a single constant can be: what the smallest message takes, begun after a pause.
+        links = [link for link in (self.pricer.costs.in_node, self.pricer.costs.cross_node) if link is not None]
+        self._constant = self.pricer.costs.start_s + max(link.curve.seconds[0] for link in links)
 
-    def price(self, loads: RoundLoads) -> Price:
-        """The price of ``loads``. Raises InputError where a link class was not measured."""
-        return self.pricer.price(loads)
+    def price(self, loads: RoundLoads, *, in_series: bool = False) -> Price:
+        """The price of ``loads``, begun after a pause or ``in_series``. Raises InputError where a link class was not
+        measured."""
+        return self.pricer.price(loads, in_series=in_series)
 
-    def expect(self, loads: RoundLoads, price: Price | None = None) -> Expected:
+    def expect(self, loads: RoundLoads, price: Price | None = None, *, in_series: bool = False) -> Expected:
         """What both models say of ``loads``; ``price`` spares pricing them again."""
-        price = self.price(loads) if price is None else price
+        price = self.price(loads, in_series=in_series) if price is None else price
         away = loads.src != loads.dst
         return Expected(
             seconds=price.total_s,

@@ -66,7 +66,7 @@ class _Maker:
             hard=tuple(dict.fromkeys((*hard, *self._hard))),
             flows=tuple(flows),
             calls=calls,
-            expected=self._expecter.expect(flow_loads(list(flows))),
+            expected=self._expecter.expect(flow_loads(list(flows)), in_series=calls > 1),
         )
 
     def _pair(self, kind: str) -> tuple[int, int] | None:

@@ -31,6 +31,8 @@ CLASS_RATIO = 1.3
 #: Two flows together at at most this share of their speed alone use one NIC; from ``SEPARATE`` on they use two.
 SHARED = 0.6
 SEPARATE = 0.8
+#: Where something else slows flows down as well: those that share no NIC are so many times as fast as those that do.
+_APART = 1.4
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def classify_ratio(one: int, two: int, ratio: float, control: float) -> Sharing:
     shared: bool | None = None
     if ratio >= SEPARATE:
         shared = False
-    elif ratio <= SHARED and control >= SEPARATE:
+    elif ratio <= SHARED and (control >= SEPARATE or control >= _APART * ratio):
         shared = True
     return Sharing(one, two, ratio, control, shared)
 

@@ -29,7 +29,7 @@ def test_data_that_disagree_with_the_topology_are_reported() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "control", "shared"),
-    [(0.5, 1.0, True), (0.98, 1.0, False), (0.7, 1.0, None), (0.5, 0.55, None), (0.9, 0.6, False)],
+    [(0.5, 1.0, True), (0.98, 1.0, False), (0.7, 1.0, None), (0.5, 0.55, None), (0.5, 0.76, True), (0.9, 0.6, False)],
 )
 def test_the_verdict_on_two_flows(ratio: float, control: float, shared: bool | None) -> None:
     assert classify_ratio(0, 1, ratio, control).shared is shared

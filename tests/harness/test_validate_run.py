@@ -80,6 +80,15 @@ def test_held_out_sizes_lie_between_the_measured_ones_in_both_kinds_of_links_and
     assert {case.calls for case in sizes} >= {1, 8}
 
 
+def test_a_size_in_a_series_is_held_to_the_price_of_a_series() -> None:
+    cluster = Cluster(GRID, isolated_s=3e-4)
+    profile = calibrate_cluster(cluster.instruments(), GRID, executors=("send-recv",), settings=Settings.short())
+    start_s = profile.costs("send-recv").start_s
+    cases = {case.name: case for case in flow_cases(profile, GRID, "send-recv", (), call_s=0.1, largest_s=0.2)}
+    alone, series = (cases[f"in_node 1.98 kB {how}"].expected.seconds for how in ("alone", "in series"))
+    assert start_s > 2e-4 and alone - series == pytest.approx(start_s)
+
+
 def test_what_makes_a_matrix_hard_is_in_its_flows() -> None:
     node = GRID.node
     for case in _agenda().flows:

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from relaymeter.calibration.profiles import Profile
 from relaymeter.harness.jobs import RunStamp
-from relaymeter.harness.moves import PlannedMove, route_bytes
+from relaymeter.harness.moves import PlannedMove
 from relaymeter.harness.plan_file import PlanFile
+from relaymeter.harness.row_facts import row_facts
 from relaymeter.harness.simulated import SimulatedCluster
 from relaymeter.harness.verdict import SIMULATED
 from relaymeter.policies.choose import choose
 from relaymeter.policies.price import price_loads
-from relaymeter.records import MoveRecord, median_interval
-from relaymeter.relayout.bounds import lower_bound
+from relaymeter.records import MoveRecord
 from relaymeter.relayout.schedule import Schedule
 
 __all__ = ["SimulatedRun", "simulated_rows"]
@@ -108,50 +108,31 @@ def _row(
     chosen: bool,
 ) -> MoveRecord:
     profile, stamp = _priced(run, executor), run.stamp
-    price = bound = None
+    price = None
     if profile is not None:
         price = price_loads(schedule.loads(executor), move.topology, profile, executor)
-        bound = lower_bound(move.plan, move.topology, profile.nic_rates(move.topology), profile.port_rate())
-    measured, low, high = median_interval(times)
+    facts = row_facts(
+        stamp=stamp,
+        scenario=run.scenario,
+        planned=move,
+        schedule=schedule,
+        schedule_s=schedule_s,
+        topology=move.topology,
+        executor=executor,
+        route=route,
+        codes=codes,
+        price=price,
+        profile=profile,
+        slowest_s=times,
+    )
     return MoveRecord(
-        utc=stamp.utc,
-        machine_id=stamp.machine_id,
-        launch_id=stamp.launch_id,
-        commit=stamp.commit,
-        profile_mismatch=stamp.mismatch,
+        **facts,
         shaped=False,
         simulated=run.cluster.name,
-        scenario=run.scenario,
-        move=move.name,
-        route=route,
         chosen=chosen,
-        route_bytes=route_bytes(move.groups, codes),
-        source_bytes={name: count for name, count in move.source_bytes.items()},
-        planner=move.planner,
-        fallback_tensors=sum(found.tensors for found in move.fallbacks),
-        executor=executor,
-        ranks=move.topology.world_size,
-        nodes=move.topology.nodes,
-        bucket_bytes=schedule.bucket_bytes,
-        rounds=schedule.rounds,
-        bytes_total=schedule.bytes_total,
-        bytes_in_rank=move.bytes_in_rank,
-        bytes_in_node=schedule.bytes_in_node,
-        bytes_cross_node=schedule.bytes_cross_node,
         wire_cross_node_bytes=None,
-        messages=schedule.messages(executor),
-        plan_s=move.plan_s + schedule_s,
-        predicted_s=None if price is None else price.total_s,
-        predicted_low_s=None if price is None else price.low_s,
-        predicted_high_s=None if price is None else price.high_s,
-        measured_s=measured,
-        measured_low_s=low,
-        measured_high_s=high,
-        error=None if price is None else price.total_s / measured - 1,
         samples_s=tuple((taken,) for taken in times),
         digest_s=None,
-        bound_s=None if bound is None else bound.seconds,
-        bound_by=None if bound is None else bound.bound_by,
         peak_bytes=None,
         peak_predicted_bytes=int(schedule.peak_bytes(executor).max()),
         max_extra_bytes=None,

@@ -50,6 +50,8 @@ def validate_simulated(
     extent = replace(extent_of(quick), room_bytes=_SIMULATED_ROOM_BYTES)
     if topology.world_size <= FEW_RANKS:
         extent = replace(extent, move_room_bytes=_SIMULATED_ROOM_BYTES)
+    else:  # small buckets are very many rounds there, each of very many flows
+        extent = replace(extent, buckets=extent.buckets[:2])
     agenda = make_agenda(profile, topology, extent, say=say)
     about = About(stamp, profile.executor, cluster.name)
     moves = _simulated_moves(cluster, topology)

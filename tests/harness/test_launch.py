@@ -317,7 +317,8 @@ def test_a_failing_hook_leaves_no_rank(start: Callable[..., LaunchResult], tmp_p
 def test_no_rank_outlives_its_launcher(number: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "standin.py").write_text(STAND_IN)
     program = (
-        "import sys, pathlib; from relaymeter.harness.launch import ClusterSpec, launch\n"
+        "import sys, pathlib, signal; from relaymeter.harness.launch import ClusterSpec, launch\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it\n"
         f"here = pathlib.Path({str(tmp_path)!r})\n"
         "sys.exit(launch([f'wait:{here}'], ClusterSpec(nodes=2, ranks_per_node=1, shape=False), time_limit_s=60,\n"
         "    log_dir=here / 'logs', env={'PYTHONPATH': str(here)}, module='standin').exit_code)"

@@ -181,9 +181,11 @@ def test_a_frozen_rank_that_hosts_the_store_holds_nobody_back(desk: Path) -> Non
 
 
 def test_two_outputs_of_one_name_and_results_in_a_file_are_refused_before_any_rank_starts(desk: Path) -> None:
+    (desk / "taken.txt").write_text("")
     for arguments, message in (
         (("--json", "same.png", "--plot", "same.png"), "--json and --plot both name same.png"),
-        (("--results", "profile.json"), "profile.json is no folder that can be written"),
+        (("--results", "profile.json"), "--results profile.json would replace the file that --profile reads"),
+        (("--results", "taken.txt"), "taken.txt is no folder that can be written"),
     ):
         done = call(desk, *_RUN, *arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

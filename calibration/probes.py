@@ -181,6 +181,8 @@ class Prober(Recorder):
     def _lone(self) -> None:
         """A message that is all latency in a call of its own, where the curve has it in a series; and one such message
         from every rank to the next."""
+        if self.settings.coarse and not self._first:
+            return
         kinds = ((IN_NODE, self._near), (CROSS_NODE, self._far))
         for kind, known in kinds:
             small = [cell for cell in self.of(f"{kind} curve") if cell.size <= _SMALL_BYTES]
@@ -324,7 +326,7 @@ class Prober(Recorder):
         self.cell("rails", patterns.rails(topology, 0, 1, size), expected)
         self.cell("dense", patterns.dense(topology, 0, 1, size), expected)
         halves = patterns.halves(topology, 0, 1, size)
-        if halves:
+        if halves and not self.settings.coarse:
             self.cell("halves", halves, expected)
         self.cell("dense both ways", patterns.dense(topology, 0, 1, size, both=True), expected)
         flows = patterns.turn(topology, 0, 1, size)

@@ -59,7 +59,7 @@ class Settings:
     """Most epochs that a cell is measured in, in another order each, as long as its samples do not agree."""
 
     @classmethod
-    def short(cls, budget_s: float = 11.0) -> Settings:
+    def short(cls, budget_s: float = 12.0) -> Settings:
         """``--quick``: fewer sizes, samples and matrices."""
         return cls(
             budget_s=budget_s, call_s=0.045, largest_s=0.025, cell_s=0.1, pairs=4, matrices=4, coarse=True,

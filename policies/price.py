@@ -4,11 +4,10 @@
 
 A schedule begins once (``start_s``). Per round and rank: pack, then communicate, then unpack. Communication is the
 call's floor, plus the longer of in-node and cross-node traffic, plus the part of the shorter one that does not overlap
-(or, if that is more, the latency plus the wait for cores that busy ranks share),
-each of them as its curve has it less the floor; copies within the rank run beside it. The traffic of a link class takes
-as long as a lone flow of *effective bytes*, the largest over the pair (with the duplex of the executor), the rank's
-port (fan-in, fan-out, turn), the NIC in both directions, the node and, by the number of busy ports, the whole cluster,
-plus the messages beyond the first.
+(or, if that is more, the latency plus the wait for cores that busy ranks share), each of them as its curve has it less
+the floor; copies within the rank run beside it. The traffic of a link class takes as long as a lone flow of *effective
+bytes*, the largest over the pair (with the duplex of the executor), the rank's port (fan-in, fan-out, turn), the NIC in
+both directions, the node and, by the number of busy ports, the whole cluster, plus the messages beyond the first.
 Rounds follow each other as they are executed, without a barrier: a rank begins a round when it and its peers are ready.
 """
 

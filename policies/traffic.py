@@ -95,19 +95,18 @@ class Traffic:
         if factor == 1:
             return total
         if factor < 1:
-            return self._fair(key, self._bytes, np.full(self._world, factor), self._world)
+            return self._fair(key, np.full(self._world, factor), self._world)
         lone = self._largest(key, self._bytes)
         return total + (factor - 1) * np.minimum(total, 2 * (total - lone))
 
-    def _fair(self, key: IntArray, nbytes: FloatArray, factors: FloatArray, ports: int) -> FloatArray:
-        """Effective bytes of the ports (rounds, ports) that one flow of ``nbytes`` (rows) does not fill, ``key`` (rows)
-        being round * ports + port.
+    def _fair(self, key: IntArray, factors: FloatArray, ports: int) -> FloatArray:
+        """Effective bytes of the ports (rounds, ports) that one flow does not fill, ``key`` being round * ports + port.
 
         The flows of a port share it evenly; as the short ones end, fewer are left than it takes to fill it. With n(b)
         flows of more than b bytes that is the integral of max(1, factor * n(b)) over b up to the largest.
         """
-        order = np.argsort(key + nbytes * 2.0**-38)
-        size, place = nbytes[order], key[order]
+        order = np.lexsort((self._bytes, key))
+        size, place = self._bytes[order], key[order]
         first = np.concatenate([[True], place[1:] != place[:-1]])
         step = np.where(first, size, size - np.concatenate([[0.0], size[:-1]]))
         count = np.bincount(place, minlength=self._rounds * ports)
@@ -121,7 +120,7 @@ class Traffic:
         """Effective bytes of NICs (rounds, NICs) in one direction, ``key`` (rows) being round * NICs + NIC."""
         shape, cells = (self._rounds, len(factors)), self._rounds * len(factors)
         if factors.min() < 1 - _SMALL:
-            carried = self._fair(key, self._bytes, factors, len(factors))
+            carried = self._fair(key, factors, len(factors))
         else:
             carried = np.bincount(key, weights=self._bytes, minlength=cells).reshape(shape) * factors
         if self._link.exchange == 0:

@@ -27,6 +27,8 @@ class Cluster:
     """Caps what leaves a node, and what enters it."""
     exchange: float = 0.0
     """Share of what a flow's receiver sends back that the flow has to wait for, where its sender has several peers."""
+    busy_s: float = 0.0
+    """What every call takes more, at least, where all ranks send and receive: shared cores."""
     isolated_s: float = 0.0
     """What a call of its own takes beyond one of a series."""
     machine_rate: float | None = None
@@ -113,7 +115,9 @@ class Cluster:
         latency = self.cross_latency_s if far.any() else self.near_latency_s
         most = max(np.bincount(src).max(), np.bincount(dst).max())
         extra = (messages * most - 1) * self.message_s if executor == "send-recv" else 0.0
-        return self.floor_s + latency + extra + now
+        ranks = len(set(src.tolist()) | set(dst.tolist()))
+        waits = self.busy_s * max(ranks - 2, 0) / max(self.topology.world_size - 2, 1)
+        return self.floor_s + latency + extra + max(now, waits)
 
 
 def _fill(alive: np.ndarray, groups: dict, caps: dict) -> np.ndarray:

@@ -8,6 +8,7 @@ from synthetic import Cluster
 
 from relaymeter.calibration.calibrate import calibrate_cluster
 from relaymeter.calibration.cells import Wrong
+from relaymeter.calibration.patterns import matrix_of
 from relaymeter.calibration.recorder import Settings
 from relaymeter.errors import DigestMismatch, NothingMeasured
 from relaymeter.policies.price import Pricer, flow_loads
@@ -114,6 +115,17 @@ def test_what_a_lone_call_takes_beyond_one_of_a_series() -> None:
     costs = profile.costs("send-recv")
     assert costs.start_s == pytest.approx(3e-4, rel=0.2)
     assert costs.in_node is not None and costs.in_node.curve.seconds[0] == pytest.approx(1.5e-4, rel=0.1)
+
+
+def test_ranks_that_wait_for_cores_they_share() -> None:
+    cluster = Cluster(GRID, busy_s=1e-3)
+    profile = calibrate_cluster(cluster.instruments(), GRID, executors=("send-recv",), settings=FULL)
+    assert profile.costs("send-recv").busy_s == pytest.approx(1e-3, rel=0.05)
+    small, large = ([(rank, (rank + 2) % 4, size) for rank in range(4)] for size in (16, 4 << 20))
+    pricer = Pricer(profile, GRID, "send-recv")
+    for flows in (small, large):  # the wait hides behind wires
+        wanted = cluster.seconds(matrix_of(flows, 4).astype(float), "send-recv")
+        assert pricer.price(flow_loads(flows), in_series=True).total_s == pytest.approx(wanted, rel=0.05)
 
 
 def test_a_machine_that_limits_everything_is_not_taken_for_a_shared_nic() -> None:

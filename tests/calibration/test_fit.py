@@ -54,6 +54,25 @@ def test_a_burst_of_small_messages_does_not_raise_the_rate_of_large_ones() -> No
     assert fit_curve(SIZES, measured).plateau_rate == pytest.approx(48e6, rel=1e-5)
 
 
+@given(times, st.lists(st.floats(1, 1e9), min_size=2, max_size=8))
+def test_messages_that_share_a_port_add_up_by_no_less_than_their_bytes(
+    measured: list[float], sizes: list[float]
+) -> None:
+    curve = fit_curve(SIZES, measured)
+    drained = curve.drain(np.sort(np.asarray(sizes)))
+    assert (drained >= np.sort(sizes) * (1 - 1e-9)).all() and (np.diff(drained) >= -1e-9 * drained[1:]).all()
+    assert np.allclose(curve.fill(drained), np.sort(sizes), rtol=1e-5)
+    together = float(curve.fill(drained.sum(keepdims=True))[0])
+    assert together >= sum(sizes) * (1 - 1e-4)
+
+
+def test_the_ramp_of_small_messages_is_paid_by_each_of_them() -> None:
+    measured = [1e-5 + size / (1e9 if size >= 262144 else 0.25e9) for size in SIZES]
+    curve = fit_curve(SIZES, sorted(measured))
+    small, large = (float(curve.drain(np.asarray([float(size)]))[0]) / size for size in (65536, SIZES[-1]))
+    assert small > 1.5 and large == pytest.approx(1.0, abs=0.05)
+
+
 def test_one_size_is_not_a_curve() -> None:
     with pytest.raises(NothingMeasured, match="at least two message sizes"):
         fit_curve([1024], [1e-3])

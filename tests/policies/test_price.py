@@ -111,6 +111,15 @@ def test_the_price_is_continuous_in_bytes(profile_of: Profiles, executor: str, s
     assert near[2] - near[0] <= 1e-3 * near[0] + 2 * 2 / 1e6
 
 
+def test_flows_share_a_nic_fairly_however_large_they_are(profile_of: Profiles) -> None:
+    profile = profile_of("eight GPUs")
+    per_byte = []
+    for size in (1 << 34, 1 << 40, 1 << 44):
+        flows = [(0, 4, size), (0, 5, size // 2), (1, 5, size // 4), (1, 4, size // 2)]
+        per_byte.append(price_loads(flow_loads(flows), profile.topology, profile, "send-recv").total_s / size)
+    assert per_byte == pytest.approx([per_byte[0]] * 3, rel=0.01)
+
+
 def test_a_shared_nic_is_priced_once_and_separate_ones_side_by_side(profile_of: Profiles) -> None:
     size = 8 << 20
     both = loads_of([(0, 0, 2, size), (0, 1, 3, size)], packed=False)

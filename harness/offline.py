@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from relaymeter.calibration.profiles import Profile
 from relaymeter.errors import InputError
 from relaymeter.harness import emit, emit_plan
@@ -73,19 +76,25 @@ def keep_layouts(scenario: Scenario, **targets: Path | str | None) -> None:
             )
 
 
+#: A uniform route of a move: name, codes, schedule, and the seconds that it took to build.
+_Built = tuple[str, NDArray[np.int8], Schedule, float]
+
+
 def price_moves(moves: Sequence[PlannedMove], profile: Profile | None, executors: Sequence[str]) -> PricedMoves:
     """Choose and price every move by every executor that the profile has measured."""
     choices: list[dict[str, Choice]] = []
     entries = []
     for move in moves:
         choices.append({})
+        uniform = [(name, codes, *move.schedule(codes)) for name, codes in move.uniform().items()]
         for executor in executors:
             if profile is not None and executor in profile.executors:
                 choices[-1][executor] = choose_routes(
                     move.plan, move.topology, profile,
                     bucket_bytes=move.bucket_bytes, executor=executor, groups=move.groups,
+                    built=[(codes, schedule) for _, codes, schedule, _ in uniform],
                 )  # fmt: skip
-            entries.append(_entry(move, profile, executor, choices[-1].get(executor)))
+            entries.append(_entry(move, profile, executor, choices[-1].get(executor), uniform))
     return PricedMoves(tuple(entries), tuple(choices))
 
 
@@ -175,10 +184,13 @@ def headline(scenario: str, topology: Topology, executors: Sequence[str], profil
     return text
 
 
-def _entry(move: PlannedMove, profile: Profile | None, executor: str, choice: Choice | None) -> dict[str, Any]:
+def _entry(
+    move: PlannedMove, profile: Profile | None, executor: str, choice: Choice | None, uniform: Sequence[_Built]
+) -> dict[str, Any]:
     """Everything that is known of a move before it runs, JSON-ready. ``choice`` None: the executor is not priced."""
-    routes = [*move.uniform().items(), *([("chosen", choice.route)] if choice is not None else [])]
-    schedules = [(name, *move.schedule(codes)) for name, codes in routes]
+    schedules = [(name, schedule, seconds) for name, _, schedule, seconds in uniform]
+    if choice is not None:
+        schedules.append(("chosen", *move.schedule(choice.route)))
     picked = schedules[-1][1].input_hash if choice is not None else None
     candidates = []
     for name, schedule, schedule_s in schedules:

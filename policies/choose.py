@@ -7,7 +7,7 @@ further one is chosen like the others. Pure, no torch import; equal everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from relaymeter.policies.thresholds import Threshold, find_thresholds, possible_
 from relaymeter.relayout.bounds import lower_bound
 from relaymeter.relayout.planner import MovePlan
 from relaymeter.relayout.routes import DIRECT, ROUTES, BlockGroups, block_groups
-from relaymeter.relayout.schedule import build_schedule
+from relaymeter.relayout.schedule import Schedule, build_schedule
 from relaymeter.relayout.segments import RoundLoads
 from relaymeter.relayout.topology import Topology
 
@@ -118,15 +118,18 @@ def choose(
     groups: BlockGroups | None = None,
     thresholds: bool = True,
     joined: bool = True,
+    built: Sequence[tuple[Codes, Schedule]] = (),
 ) -> Choice:
     """Choose a route for every block class of ``plan``. Pure.
 
     ``groups`` spares computing them again; ``thresholds`` False leaves those, and what else only a report needs, empty;
-    ``joined`` False prices each segment as a copy of its own (``RoundLoads.apart``). Raises InputError where the
-    profile lacks the executor or a kind of link that the move uses.
+    ``joined`` False prices each segment as a copy of its own (``RoundLoads.apart``); ``built``: schedules of some route
+    arrays, with these buckets, that exist already. Raises InputError where the profile lacks the executor or a kind of
+    link that the move uses.
     """
     groups = block_groups(plan, topology) if groups is None else groups
-    search = _Search(plan, topology, profile, bucket_bytes, executor, groups, joined)
+    before = {groups.effective(codes).tobytes(): schedule for codes, schedule in built}
+    search = _Search(plan, topology, profile, bucket_bytes, executor, groups, joined, before)
     candidates = {name: search.price(groups.uniform(ROUTES.index(name))) for name in groups.candidates}
     fixed = search.price(fixed_route(groups))
     codes, chosen = search.best(candidates)
@@ -169,7 +172,7 @@ def choose(
 
 
 class _Search:
-    """Prices route arrays of one plan, each once."""
+    """Prices route arrays of one plan, each once. ``before``: schedules that exist, by what groups really take."""
 
     def __init__(
         self,
@@ -180,12 +183,14 @@ class _Search:
         executor: str,
         groups: BlockGroups,
         joined: bool,
+        before: Mapping[bytes, Schedule],
     ) -> None:
         self._joined = joined
         self.plan, self.topology, self.profile = plan, topology, profile
         self.bucket_bytes, self.executor, self.groups = bucket_bytes, executor, groups
         self.pricer = Pricer(profile, topology, executor)
         self.built = 0
+        self._before = before
         self._rows = 0
         self._known: dict[bytes, Price] = {}
         self._alone: dict[int, dict[int, float]] = {}
@@ -205,7 +210,9 @@ class _Search:
         return self.pricer.price(loads)
 
     def _loads(self, plan: MovePlan, codes: Codes) -> RoundLoads:
-        loads = build_schedule(plan, self.topology, codes, self.bucket_bytes).loads(self.executor)
+        key = self.groups.effective(codes).tobytes() if plan is self.plan else b""
+        schedule = self._before.get(key) or build_schedule(plan, self.topology, codes, self.bucket_bytes)
+        loads = schedule.loads(self.executor)
         return loads if self._joined else loads.apart()
 
     def beyond(self, codes: Codes) -> tuple[str, ...]:

@@ -48,13 +48,11 @@ def round_loads(units: Sequence[LoadUnit], plan: MovePlan, world: int, rounds: i
             stats = _transfer_stats(table, unit.plan.itemsize, executor, plan.converts(unit.plan))
             pair = ((table.stage - 1) * world + table.src_rank) * world + table.dst_rank
             pairs, where = np.unique(pair, return_inverse=True)
-            if (table.hub >= 0).any():
-                first = np.flatnonzero(np.diff(unit.bucket, prepend=-1))  # a unit's buckets ascend
-                times = np.add.reduceat(unit.active(table), first, axis=0, dtype=np.float64)
-            else:
-                often = np.bincount(place).astype(np.float64)
-                times = np.broadcast_to(often[:, None], (len(buckets), len(table.group)))
-            joined = _joined(unit, table, place, stats[3] > 0)
+            shown, alike = _alike(table)
+            active = unit.active(table.take(shown))
+            first = np.flatnonzero(np.diff(unit.bucket, prepend=-1))  # a unit's buckets ascend
+            times = np.add.reduceat(active, first, axis=0, dtype=np.float64)[:, alike]
+            joined = _copies(unit.tensor, place, active)[:, alike] * (stats[3] > 0)
             for slot, bucket in enumerate(buckets.tolist()):
                 weight = times[slot]
                 total = [np.bincount(where, weights=weight * column, minlength=len(pairs)) for column in stats]
@@ -88,22 +86,30 @@ def round_loads(units: Sequence[LoadUnit], plan: MovePlan, world: int, rounds: i
     )
 
 
-def _joined(unit: LoadUnit, table: Transfers, place: IntArray, packed: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Copies (buckets, rows) that the ``packed`` rows of ``table`` take in each bucket; ``place`` (u): the bucket that
-    each tensor of ``unit`` is in.
+def _alike(table: Transfers) -> tuple[IntArray, IntArray]:
+    """Rows that stand for all of ``table``, and for each row which of them happens for the same tensors as it does."""
+    if not (table.hub >= 0).any() and not (table.prior_hub >= 0).any():
+        return np.zeros(min(len(table.hub), 1), dtype=np.int64), np.zeros(len(table.hub), dtype=np.int64)
+    keys = np.stack([table.group, table.hub, table.prior_group, table.prior_hub])
+    order = np.lexsort(keys)
+    keys = keys[:, order]
+    new = np.concatenate([[True], (keys[:, 1:] != keys[:, :-1]).any(axis=0)])
+    alike = np.empty(len(order), dtype=np.int64)
+    alike[order] = np.cumsum(new) - 1
+    return order[new], alike
+
+
+def _copies(tensors: IntArray, place: IntArray, active: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Copies (buckets, rows) that rows which happen for the ``active`` (u, rows) of ``tensors`` (u) take in each
+    bucket; ``place`` (u): the bucket that each tensor is in, ascending.
 
     Tensors of one class that follow each other at a constant step lie evenly spaced in a flat storage and become one
     copy; another step begins another.
     """
-    rows = np.flatnonzero(packed)
-    found = np.zeros((int(place.max(initial=-1)) + 1, len(packed)))
-    if not len(place) or not len(rows):
-        return found
-    hubs = bool((table.hub >= 0).any())
-    active = unit.active(table.take(rows)) if hubs else np.ones((len(place), 1), dtype=bool)  # then all rows are alike
+    found = np.zeros((int(place.max(initial=-1)) + 1, active.shape[1]))
     before, step, copies = (np.zeros(active.shape[1], dtype=np.int64) for _ in range(3))
     bucket = -1
-    for number, tensor in enumerate(unit.tensor.tolist()):
+    for number, tensor in enumerate(tensors.tolist()):
         if place[number] != bucket:
             bucket = int(place[number])
             copies = np.zeros_like(copies)
@@ -113,7 +119,7 @@ def _joined(unit: LoadUnit, table: Transfers, place: IntArray, packed: NDArray[n
         step = np.where(fresh, 0, np.where(here, ahead, step))  # a copy's second tensor sets its step
         before = np.where(here, tensor, before)
         copies = copies + fresh
-        found[bucket, rows] = copies
+        found[bucket] = copies
     return found
 
 

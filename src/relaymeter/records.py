@@ -144,7 +144,7 @@ class MoveRecord:
         """
         if "kind" in entry:
             raise InputError(
-                f"record of kind {entry['kind']!r} is no move of weights: state_records.read_rows reads it"
+                f"record of kind {entry['kind']!r} is no move of weights: row_files.read_rows reads it"
             )
         version = entry.get("schema_version")
         if version not in (1, 2, SCHEMA_VERSION):

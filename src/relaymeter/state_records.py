@@ -1,29 +1,28 @@
-"""Rows of the training-state kinds of ``run``, and readers for files with rows of any kind.
+"""Rows of the training-state kinds of ``run``.
 
 ``StateRecord(...).to_dict()`` is one move of a whole training state, ``OffloadRecord(...)`` one offload and reload;
-``read_rows(path)`` reads every kind back. Numbers carry their unit in their name; what was not measured is null.
+``row_files.read_rows`` reads them back. Numbers carry their unit in their name; what was not measured is null.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 from relaymeter.errors import InputError
-from relaymeter.records import MoveRecord, Row, parse_json, plain, read_input
+from relaymeter.records import plain
 
-__all__ = ["STATE_SCHEMA_VERSION", "OffloadRecord", "StateRecord", "read_rows"]
+__all__ = ["STATE_SCHEMA_VERSION", "BaseRecord", "OffloadRecord", "StateRecord"]
 
 #: Version of the rows below.
 STATE_SCHEMA_VERSION = 1
 
-_Record = TypeVar("_Record", bound="_Base")
+_Record = TypeVar("_Record", bound="BaseRecord")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Base:
+class BaseRecord:
     """What rows of every kind say of their launch."""
 
     schema_version: int = STATE_SCHEMA_VERSION
@@ -63,7 +62,7 @@ class _Base:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateRecord(_Base):
+class StateRecord(BaseRecord):
     """One move of a training state from one live engine to another, or a change that was refused."""
 
     kind: str = "training-state"
@@ -153,7 +152,7 @@ class StateRecord(_Base):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadRecord(_Base):
+class OffloadRecord(BaseRecord):
     """One kind of state of one engine, given back and taken up again."""
 
     kind: str = "offload"
@@ -198,24 +197,3 @@ class OffloadRecord(_Base):
     ok: bool
     """Whether nothing is wrong: also where DeepSpeed does not offer it, or it does not apply."""
 
-
-_KINDS: Mapping[str, type[StateRecord] | type[OffloadRecord]] = {
-    "training-state": StateRecord,
-    "offload": OffloadRecord,
-}
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSON Lines file, each of the kind that it says: ``StateRecord``, ``OffloadRecord``, and, where it
-    says none, ``MoveRecord``. Raises InputError naming the line."""
-    rows: list[Row] = []
-    for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
-        try:
-            entry = parse_json(line)
-            kind = entry.get("kind")
-            if kind is not None and kind not in _KINDS:
-                raise InputError(f"record of kind {kind!r}: this version reads {', '.join(sorted(_KINDS))}")
-            rows.append(MoveRecord.from_dict(entry) if kind is None else _KINDS[kind].from_dict(entry))
-        except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
-            raise InputError(f"records {path}, line {number}: {error}") from error
-    return rows

@@ -23,7 +23,7 @@ from relaymeter.records import (
     read_records,
     write_text,
 )
-from relaymeter.state_records import read_rows
+from relaymeter.row_files import read_rows
 
 ROW = MoveRecord(
     utc="2026-01-02T03:04:05Z", machine_id="abc", launch_id="def", commit=None, shaped=True, scenario="smoke",

@@ -12,7 +12,8 @@ from test_records import ROW
 
 from relaymeter.errors import InputError
 from relaymeter.records import dump_lines, read_records, write_text
-from relaymeter.state_records import OffloadRecord, StateRecord, read_rows
+from relaymeter.row_files import read_rows
+from relaymeter.state_records import OffloadRecord, StateRecord
 
 STATE = StateRecord(
     utc="2026-01-02T03:04:05Z", machine_id="abc", launch_id="def", commit=None, shaped=False, scenario="state-matrix",

@@ -13,7 +13,8 @@ from relaymeter.harness.config import check
 from relaymeter.harness.jobs import Fault, RunStamp, StateJob, dump
 from relaymeter.harness.state_config import StateScenario
 from relaymeter.harness.verdict import judge_states
-from relaymeter.state_records import StateRecord, read_rows
+from relaymeter.row_files import read_rows
+from relaymeter.state_records import StateRecord
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -35,7 +36,7 @@ def rows_of(found: dict[str, Any]) -> list[StateRecord]:
 def test_a_part_of_the_matrix_is_all_equal_by_every_check(cli: Any, tmp_path: Path) -> None:
     names = ("z3-1-3-1", "z2-z3-z1", "tp2-tp4-z1", "fp16", "several-groups")
     chosen = [text for name in names for text in ("--change", name)]
-    done = cli("run", "--suite", "state-matrix", *chosen, "--json", "rows.jsonl", limit_s=220)
+    done = cli("run", "--suite", "state-matrix", *chosen, "--json", "rows.jsonl", limit_s=220, warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [row for row in read_rows(tmp_path / "rows.jsonl") if isinstance(row, StateRecord)]
     assert [(row.change, row.leg) for row in rows] == [(name, leg) for name in names for leg in (1, 2)]

@@ -1,0 +1,108 @@
+"""Rows of ``compare``: one change of one state, by one path, over one storage, in one launch.
+
+``CompareRecord(...).to_dict()``; ``row_files.read_rows(path)`` reads them back beside the other kinds. What a path
+does not do has no seconds (null). Numbers carry their unit in their name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relaymeter.state_records import BaseRecord
+
+__all__ = ["PATHS", "PHASES", "CompareRecord"]
+
+#: Paths in the order in which a table has them.
+PATHS = ("in-memory", "gather", "dcp", "universal", "megatron")
+#: Phases in the order in which they happen; each is a field ``<phase>_s``.
+PHASES = (
+    "plan", "move", "gather", "slice", "save", "convert", "relaunch", "import", "build", "load", "refresh", "digest",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRecord(BaseRecord):
+    """One way of making a change, timed; seconds are those of the slowest rank."""
+
+    kind: str = "compare"
+    change: str
+    """Name of the change, such as ``DP4 -> DP2``."""
+    source: str
+    """Engine that the state comes from, such as ``zero3 x4``."""
+    destination: str
+    """Engine, or replicas, that it goes to."""
+    path: str
+    """``in-memory``, ``gather``, ``dcp``, ``universal`` or ``megatron``."""
+    storage: str | None
+    """Where the checkpoint lay, such as ``disk`` or ``tmpfs``; None for a path that writes none."""
+    filesystem: str | None
+    """Its file system, such as ``ext4``."""
+    cache: str | None
+    """Page cache when the checkpoint was loaded: ``warm`` (as written), ``cold`` (dropped); None where there is no
+    storage behind one."""
+    launch: int
+    """Number of the independent launch, from 1."""
+    ranks: int
+    """Ranks of the larger of the two ends."""
+    nodes: int
+    model: str
+    dtype: str
+    optimizer: str
+    state_bytes: int
+    """Bytes of the state that changes its layout, each element once."""
+    plan_s: float | None = None
+    """Reading both ends and planning. In memory it is done while training still runs, as the build is."""
+    move_s: float | None = None
+    """Allocating what the destination lacks, the exchange, and the fields."""
+    gather_s: float | None = None
+    """Gathering every tensor whole."""
+    slice_s: float | None = None
+    """Cutting the shards out of them and copying them into place."""
+    save_s: float | None = None
+    """Writing the checkpoint, into the page cache: nothing waits for the disk."""
+    convert_s: float | None = None
+    """Converting it to the universal form, without the start of the converter."""
+    relaunch_s: float | None = None
+    """From the command that starts the new processes until all had met, imports left out."""
+    import_s: float | None = None
+    """Imports of the new processes (torch, DeepSpeed), and of the converter."""
+    build_s: float | None = None
+    """Building the destination."""
+    load_s: float | None = None
+    """Reading the checkpoint into it."""
+    refresh_s: float | None = None
+    """Making the low-precision weights from the masters, where it is a step of its own."""
+    digest_s: float | None = None
+    """Digest of the destination: the proof, part of neither time below."""
+    pause_s: float | None = None
+    """How long training stands still: all phases but the digest; without plan and build where the destination is built
+    and planned for while training runs."""
+    transfer_s: float | None = None
+    """What only moves the state: all phases but relaunch, import, build and digest."""
+    total_s: float | None = None
+    """All phases but the digest."""
+    written_bytes: int | None = None
+    """Bytes of the files of the checkpoint, in the form that is loaded."""
+    digest_version: int
+    digest_passed: int
+    """Tensor copies at the destination whose digest was that of the source."""
+    digest_total: int
+    mismatch: str | None = None
+    """The first that was not."""
+    cannot: str | None = None
+    """Why this path does not make this change; None where it does."""
+    failed: str | None = None
+    """What went wrong on a path that should have; None where nothing did."""
+    note: str | None = None
+    """What a reader has to know, such as what the path leaves out."""
+    verdict: str
+    """``ok``, ``wrong bits``, ``cannot`` or ``failed``."""
+    ok: bool
+    """Whether every bit arrived. False for ``cannot``, which is no failure."""
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of the phases that this path has, in the order of ``PHASES``."""
+        found = {name: getattr(self, f"{name}_s") for name in PHASES}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from relaymeter.errors import DigestMismatch, InputError, PlanDisagreement
 from relaymeter.relayout.announce import Assembly
-from relaymeter.relayout.combine import renumber_layout
 from relaymeter.relayout.digest import DigestReport, LayoutDigest, Mismatch, compare, digest_layout
 from relaymeter.relayout.execute import Hooks, Mover, MoveTiming
 from relaymeter.relayout.guard import guarded
@@ -43,13 +42,12 @@ from relaymeter.relayout.traffic import Traffic
 from relaymeter.relayout.training_fields import read_fields, write_fields
 from relaymeter.relayout.training_match import expected_fields
 from relaymeter.relayout.training_state import (
-    TrainingState,
     check_ready,
     check_writable,
     missing_bytes,
     only_tensors,
     prepare,
-    read_training_state,
+    read_together,
     refresh_from_masters,
     refuse_other_model,
     training_storages,
@@ -162,8 +160,8 @@ class TrainingStateMove:
         with self._together("reading the engines") as ranks:
             same = source_engine is not None and source_engine is destination_engine
             ranks.refuse(InputError("source and destination are one engine: give two") if same else None)
-            self._state = self._read(source_engine, "source", ranks)
-            self._target = self._read(destination_engine, "destination", ranks)
+            self._state = read_together(source_engine, "source", ranks, time_limit_s=time_limit_s)
+            self._target = read_together(destination_engine, "destination", ranks, time_limit_s=time_limit_s)
         refuse_other_model(self._state, self._target)
         self._wanted = expected_fields(self._state.fields, self._target.fields)
         moved = self._state.fields["per_weight"]
@@ -195,23 +193,6 @@ class TrainingStateMove:
                 refusal = error
         if refusal is not None:
             raise refusal
-
-    def _read(self, engine: Any | None, side: str, ranks: Assembly) -> TrainingState:
-        def read() -> dict[str, Any] | None:
-            if engine is None:
-                return None
-            try:
-                into = side == "destination"
-                return read_training_state(engine, dist.get_world_size(), into=into, time_limit_s=self._limit_s)
-            except (InputError, PlanDisagreement) as error:
-                raise type(error)(f"{side}: {error}") from error
-
-        found = ranks.announce(ranks.attempt(read), f"the {side} engine's training state")
-        if found is None:
-            raise InputError(f"no rank gave a {side} engine: the ranks that hold it hand it in, the others None")
-        state = TrainingState.of(found, dist.get_world_size())
-        weights, master = (renumber_layout(layout, self._members) for layout in (state.weights, state.master))
-        return dataclasses.replace(state, weights=weights, master=master)
 
     def _plan(self, planner: str, route: str, bucket_bytes: int) -> Schedule:
         source, destination = self._layouts

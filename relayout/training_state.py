@@ -15,8 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from relaymeter.errors import InputError
+from relaymeter.errors import InputError, PlanDisagreement
+from relaymeter.relayout.announce import Assembly
+from relaymeter.relayout.combine import renumber_layout
 from relaymeter.relayout.engine_layout import build_layout
 from relaymeter.relayout.engine_reading import Fragment, master_fragments
 from relaymeter.relayout.engines import MASTER, describe_engine, engine_layout, refresh_weights, weights_storage
@@ -33,6 +36,7 @@ __all__ = [
     "missing_bytes",
     "only_tensors",
     "prepare",
+    "read_together",
     "read_training_state",
     "refresh_from_masters",
     "refuse_other_model",
@@ -107,6 +111,34 @@ class TrainingState:
                 specs[whole] = replace(layout.specs[name], name=whole, dtype=dtype)
                 placements[whole] = layout.placements[name]
         return Layout(f"training state of {self.master.name}", self.master.world_size, specs, placements)
+
+
+def read_together(
+    engine: Any | None, side: str, ranks: Assembly, *, time_limit_s: float | None = None
+) -> TrainingState:
+    """The state of the ``side`` ("source" or "destination") engine on every rank of a group, its layouts renumbered to
+    the group's ranks. Every rank of the group calls this, with None where it holds no part of the engine.
+
+    Raises on every rank: InputError where the state cannot be read or no rank gave an engine; PlanDisagreement where
+    the engine's ranks differ; LayoutError where a rank outside the group holds a part.
+    """
+    world = dist.get_world_size()
+
+    def read() -> dict[str, Any] | None:
+        if engine is None:
+            return None
+        try:
+            return read_training_state(engine, world, into=side == "destination", time_limit_s=time_limit_s)
+        except (InputError, PlanDisagreement) as error:
+            raise type(error)(f"{side}: {error}") from error
+
+    found = ranks.announce(ranks.attempt(read), f"the {side} engine's training state")
+    if found is None:
+        raise InputError(f"no rank gave a {side} engine: the ranks that hold it hand it in, the others None")
+    state = TrainingState.of(found, world)
+    members = range(world) if ranks.group is None else dist.get_process_group_ranks(ranks.group)
+    weights, master = (renumber_layout(layout, members) for layout in (state.weights, state.master))
+    return replace(state, weights=weights, master=master)
 
 
 def only_tensors(layout: Layout, names: Iterable[str]) -> Layout:

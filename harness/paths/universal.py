@@ -16,8 +16,6 @@ import io
 import os
 import shutil
 import tempfile
-import traceback
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,7 +24,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from relaymeter.errors import InputError, RelaymeterError
+from relaymeter.errors import InputError
+from relaymeter.harness.paths.together import attempt_together
 from relaymeter.relayout.announce import Assembly
 
 __all__ = ["UNIVERSAL", "UniversalRefused", "through_universal"]
@@ -65,8 +64,9 @@ def through_universal(
     """
     ranks, place = Assembly(group), dist.get_rank(group)
 
-    def together(step: str, action: Callable[[], _T]) -> _T | None:
-        return _attempt(step, action, ranks)
+    def together(step: str, action: Callable[[], _T]) -> _T:
+        refusal = InputError if step in _OURS else UniversalRefused
+        return attempt_together(action, ranks, f"no way through a universal checkpoint, {step} fails", refusal=refusal)
 
     folders = together(
         "making a folder", lambda: tempfile.mkdtemp(prefix="universal-", dir=folder) if place == 0 else ""
@@ -109,32 +109,3 @@ def _load(engine: Any, work: str) -> None:
     path, _ = engine.load_checkpoint(work, tag=_CONVERTED)
     if path is None:
         raise InputError("engine.load_checkpoint found nothing that it can load")
-
-
-def _attempt(step: str, action: Callable[[], _T], ranks: Assembly) -> _T | None:
-    """Run ``action``; raise the same error on every rank where it failed on any. Collective."""
-    refusal, ours, result = "", False, None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            result = action()
-    except Exception as error:
-        refusal, ours = _say(error), step in _OURS or isinstance(error, RelaymeterError)
-    told = ranks.tell_all([refusal, ours])
-    said: dict[str, list[int]] = {}
-    for rank, (text, _) in enumerate(told):
-        if text:
-            said.setdefault(text, []).append(rank)
-    if said:
-        kind = InputError if any(own for _, own in told) else UniversalRefused
-        parts = "; ".join(f"{text} (ranks {members})" for text, members in said.items())
-        raise kind(f"no way through a universal checkpoint, {step} fails: {parts}")
-    return result
-
-
-def _say(error: Exception) -> str:
-    """Type and text of an error (the line that raised it, where it has none), and the function of DeepSpeed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if "deepspeed" in frame.filename]
-    where = f" in {inside[-1].name}" if inside and not isinstance(error, RelaymeterError) else ""
-    return f"{type(error).__name__}{where}: {str(error) or frames[-1].line}"

@@ -50,7 +50,7 @@ def test_a_row_says_its_kind_and_not_a_number_becomes_null() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"kind": "mystery"}, "line 1: record of kind 'mystery': this version reads offload, training-state"),
+        ({"kind": "mystery"}, "line 1: record of kind 'mystery': this version reads compare, offload, training-state"),
         ({"schema_version": 9}, "line 1: record of schema_version 9: this version reads 1"),
         ({"extra": 1}, "line 1: record does not have the expected fields: extra differ"),
     ],

@@ -20,7 +20,7 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[deepspeed,test,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[deepspeed,report,test,dev]'
 	@touch $@
 
 demo: setup

@@ -42,6 +42,7 @@ from relaymeter.harness.commands_simulated import (
     simulated_executors,
 )
 from relaymeter.harness.commands_state import MOVE_LIMIT_S, run_state
+from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.config import ExecutorChoice, PlannerChoice, Scenario, SuiteConfig, check
 from relaymeter.harness.jobs import ClusterConfig, Fault, RunJob, RunStamp
 from relaymeter.harness.launch import already_in_world
@@ -94,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
     if args.plan is not None:
         return weights(args, _planned(args))
     scenario = load_any(args.scenario) if args.suite is None else load_suite(args.suite)
+    if isinstance(scenario, CompareScenario):
+        raise InputError(
+            f"scenario {args.scenario} is of kind {scenario.kind!r}: relaymeter compare --scenario {args.scenario}"
+        )
     return weights(args, _asked(args, scenario)) if isinstance(scenario, Scenario) else run_state(args, scenario)
 
 

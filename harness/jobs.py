@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from relaymeter.errors import InputError
+from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.config import (
     Config,
     Count,
@@ -29,6 +30,9 @@ __all__ = [
     "CalibrateJob",
     "CheckJob",
     "ClusterConfig",
+    "CompareLoad",
+    "CompareLoadJob",
+    "CompareSaveJob",
     "Fault",
     "Job",
     "OffloadJob",
@@ -252,7 +256,66 @@ class ValidateJob(Config):
     """A bit to flip in the first move (tests)."""
 
 
-Job = CalibrateJob | CheckJob | RunJob | StateJob | OffloadJob | SoakJob | ValidateJob
+class CompareSaveJob(Config):
+    """What every rank of the first world of ``compare`` is told: the source, what needs no new processes, the saves."""
+
+    kind: Literal["compare-save"] = "compare-save"
+    """Which job this is."""
+    scenario: CompareScenario
+    """The whole scenario, with the one change that this world makes."""
+    paths: tuple[str, ...]
+    """Paths to take, by name."""
+    folders: dict[str, str]
+    """By storage, an empty folder for the checkpoints of this change."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    move_limit_s: Seconds
+    """Limit of one move."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make."""
+    stamp: RunStamp
+    """What the rows have in common."""
+    fault: Fault | None = None
+    """A bit to flip in what arrived in memory (tests)."""
+
+
+class CompareLoad(Config):
+    """One checkpoint to load."""
+
+    path: Literal["dcp", "universal"]
+    """Path that wrote it."""
+    storage: str
+    """Where it lies, by name."""
+    cache: Literal["warm", "cold"] | None
+    """Page cache before the load; ``cold``: the files are dropped from it first."""
+    folder: str
+    """Its folder."""
+
+
+class CompareLoadJob(Config):
+    """What every rank of the world is told that ``compare`` starts anew to load the checkpoints."""
+
+    kind: Literal["compare-load"] = "compare-load"
+    """Which job this is."""
+    scenario: CompareScenario
+    """The whole scenario, with the one change that this world makes."""
+    loads: tuple[CompareLoad, ...]
+    """The checkpoints, one after the other, each into a destination built for it."""
+    digests: dict[str, int]
+    """Digest of every tensor of the source, by state and name."""
+    launched_at: float
+    """When this world was started, seconds of the machine's clock since 1970."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as declared, in a world that this command did not make."""
+    stamp: RunStamp
+    """What the rows have in common."""
+    fault: Fault | None = None
+    """A bit to flip in what the first load brought (tests)."""
+
+
+Job = CompareSaveJob | CompareLoadJob | CalibrateJob | CheckJob | RunJob | StateJob | OffloadJob | SoakJob | ValidateJob
 _JOBS: Mapping[str, type[Job]] = {
     "calibrate": CalibrateJob,
     "check": CheckJob,
@@ -261,6 +324,8 @@ _JOBS: Mapping[str, type[Job]] = {
     "offload": OffloadJob,
     "soak": SoakJob,
     "validate": ValidateJob,
+    "compare-save": CompareSaveJob,
+    "compare-load": CompareLoadJob,
 }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from relaymeter.errors import InputError, LayoutError
+from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.config import (
     Config,
     Count,
@@ -54,13 +55,14 @@ __all__ = [
 ]
 
 
-AnyScenario = Scenario | StateScenario | OffloadScenario
+AnyScenario = Scenario | StateScenario | OffloadScenario | CompareScenario
 _WEIGHTS = "weights"
 #: Models of scenarios by the kind that a file says; without one it is of weights.
 _KINDS: Mapping[str, type[AnyScenario]] = {
     _WEIGHTS: Scenario,
     "training-state": StateScenario,
     "offload": OffloadScenario,
+    "compare": CompareScenario,
 }
 
 
@@ -108,9 +110,10 @@ def load_scenario(text: str) -> Scenario:
         raise _unknown(text, shipped_scenarios(weights_only=True))
     scenario = load_any(text)
     if not isinstance(scenario, Scenario):
+        command = "compare" if isinstance(scenario, CompareScenario) else "run"
         raise InputError(
-            f"scenario {text} is of kind {scenario.kind!r}, which only run takes (relaymeter run --scenario {text}): "
-            "plan and choose are for moves of weights"
+            f"scenario {text} is of kind {scenario.kind!r}, which only {command} takes (relaymeter {command} "
+            f"--scenario {text}): plan and choose are for moves of weights"
         )
     return scenario
 
@@ -146,7 +149,7 @@ def _beside(scenario: Scenario, path: Path) -> Scenario:
 
 
 def _suite(scenario: AnyScenario) -> Config | None:
-    return None if isinstance(scenario, OffloadScenario) else scenario.suite
+    return scenario.suite if isinstance(scenario, Scenario | StateScenario) else None
 
 
 def _is_path(text: str) -> bool:

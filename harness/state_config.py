@@ -128,9 +128,14 @@ class EngineConfig(Config):
 class TrainingConfig(Config):
     """What the engines train, alike in all engines of a change."""
 
-    model: Literal["dense", "moe", "mixed", "unused", "qwen3"] = "dense"
-    """``dense``: linear layers that AutoTP cuts. ``moe``: a tiny Qwen3-MoE for AutoEP. ``mixed``: some parameters stay
-    fp32. ``unused``: one parameter takes no part in the loss. ``qwen3``: the geometry in the scenario's [model]."""
+    model: Literal["dense", "blocks", "moe", "mixed", "unused", "qwen3"] = "dense"
+    """``dense``: linear layers that AutoTP cuts. ``blocks``: as many residual blocks of such layers as ``layers``, of
+    ``width``. ``moe``: a tiny Qwen3-MoE for AutoEP. ``mixed``: some parameters stay fp32. ``unused``: one parameter
+    takes no part in the loss. ``qwen3``: the geometry in the scenario's [model]."""
+    layers: Count = 2
+    """Blocks of the model ``blocks``."""
+    width: Count = 64
+    """Width of the model ``blocks``; inside a block it is four times as wide."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of the weights; bfloat16 and float16 have fp32 masters, float16 a dynamic loss scale."""
     optimizer: OptimizerName = "AdamW"

@@ -26,6 +26,7 @@ from relaymeter.harness.state_models import cut_dims
 from relaymeter.relayout.transport import control_device
 
 __all__ = [
+    "FullStates",
     "GatheredState",
     "OracleReport",
     "compare_states",
@@ -104,23 +105,46 @@ def gather_state(
     return GatheredState(whole, copies, tuple(torn))
 
 
+class FullStates:
+    """What an engine's data-parallel ranks hold together, tensor by tensor, as DeepSpeed gathers it.
+
+    Every rank of the engine makes one and asks for the same tensors in the same order. ``states``: ``master``, and the
+    optimizer's states of one value per weight once it has made a step.
+    """
+
+    def __init__(self, engine: Any, training: TrainingConfig) -> None:
+        self._engine = engine
+        self._params = dict(engine.module.named_parameters())
+        self.states: tuple[str, ...] = ("master",)
+        if int(engine.global_steps) > int(engine.skipped_steps):
+            self.states += _MOMENTS.get(training.optimizer, _ADAM)
+            _link_all(engine.optimizer)
+        self._whole_masters = _stage_0(engine) if int(engine.zero_optimization_stage()) == 0 else None
+
+    def state(self, state: str, name: str) -> torch.Tensor:
+        """One of ``states`` of the parameter ``name``, whole but for tensor or expert parallelism, fp32."""
+        kept = None if state == "master" else state
+        return _state_of(self._engine, name, self._params[name], kept, self._whole_masters)
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A copy of the parameter ``name``, whole in the same sense."""
+        import deepspeed
+
+        param = self._params[name]
+        with deepspeed.zero.GatheredParameters([param] if hasattr(param, "ds_id") else []):
+            found: torch.Tensor = param.data.detach().clone()
+        return found
+
+
 def _of_data_parallel(engine: Any, training: TrainingConfig) -> Tensors:
     """What this rank's data-parallel ranks hold together, as DeepSpeed gathers it."""
-    import deepspeed
-
     found: Tensors = {}
-    states: list[str | None] = [None]
-    if int(engine.global_steps) > int(engine.skipped_steps):
-        states += _MOMENTS.get(training.optimizer, _ADAM)
-        _link_all(engine.optimizer)
-    whole_masters = _stage_0(engine) if int(engine.zero_optimization_stage()) == 0 else None
+    full = FullStates(engine, training)
     for name, param in engine.module.named_parameters():
         if param.requires_grad and getattr(param, "ds_numel", param.numel()):
-            for state in states:
-                value = _state_of(engine, name, param, state, whole_masters)
-                found[f"{state or 'master'} {name}"] = value.detach().clone()
-        with deepspeed.zero.GatheredParameters([param] if hasattr(param, "ds_id") else []):
-            found[f"weight {name}"] = param.data.detach().clone()
+            for state in full.states:
+                found[f"{state} {name}"] = full.state(state, name).detach().clone()
+        found[f"weight {name}"] = full.weight(name)
     kept = set(engine.module.state_dict())
     for name, buffer in engine.module.named_buffers():
         if name in kept:

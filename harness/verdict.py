@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import (
     EXIT_CRASH,
     EXIT_GATE_MISSED,
@@ -29,6 +30,7 @@ __all__ = [
     "WIRE_TOLERANCE",
     "Verdict",
     "judge",
+    "judge_comparison",
     "judge_states",
     "notes",
     "row_verdict",
@@ -143,6 +145,26 @@ def judge_states(
         codes.append(EXIT_GATE_MISSED)
         lines.append(f"bound missed: the suite took {seconds:.0f} s, its bound is {bound_s:.0f} s")
     return Verdict(min([*codes, ended], key=_state_rank), tuple(lines))
+
+
+def judge_comparison(rows: Sequence[CompareRecord], ended: int = EXIT_OK) -> Verdict:
+    """The verdict of rows of ``compare`` and of how its ranks ended. A path that cannot make a change is no fault."""
+    if not any(row.verdict != "cannot" for row in rows):
+        return Verdict(ended if ended != EXIT_OK else EXIT_NOTHING_MEASURED, ("nothing was measured",))
+    wrong = [row for row in rows if row.verdict == "wrong bits"]
+    failed = [row for row in rows if row.verdict == "failed"]
+    lines = [
+        f"WRONG BITS: {_path_text(row)}: {row.digest_passed} of {row.digest_total} digests are right: {row.mismatch}"
+        for row in wrong
+    ]
+    lines += [f"failed: {_path_text(row)}: {row.failed}" for row in failed]
+    codes = [ended, *([EXIT_WRONG_BITS] if wrong else []), *([EXIT_CRASH] if failed and ended == EXIT_OK else [])]
+    return Verdict(min(codes, key=_state_rank), tuple(lines))
+
+
+def _path_text(row: CompareRecord) -> str:
+    place = "" if row.storage is None else f" ({row.storage}{'' if row.cache is None else f', {row.cache}'})"
+    return f"{row.change} by {row.path}{place}"
 
 
 def _state_code(row: StateRecord | OffloadRecord) -> int:

@@ -40,6 +40,8 @@ _JOBS = {
     "training-state": ("state_run", "run_state_job"),
     "offload": ("state_run", "run_offload_job"),
     "validate": ("validate_job", "run_validate_job"),
+    "compare-save": ("compare_ranks", "run_save_job"),
+    "compare-load": ("compare_load", "run_load_job"),
 }
 
 
@@ -54,7 +56,9 @@ def work(job: Job, say: Say, keep: Callable[[dict[str, Any]], None], *, joined: 
     lost: tuple[int, ...] = ()
     try:
         age_s = time.time() - psutil.Process().create_time()
+        begin = time.perf_counter()
         world = join(job.time_limit_s, meet_limit_s=meeting_limit(job.time_limit_s, age_s), nic_per=job.nic_per)
+        world.start_s, world.join_s = age_s, time.perf_counter() - begin
         _do(job, world, say, keep)
         return EXIT_OK
     except RelaymeterError as error:

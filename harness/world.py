@@ -108,6 +108,10 @@ class World:
     """Lowest of the ranks that share this rank's counter: it reports for all of them."""
     hosts: tuple[str, ...] = ()
     """Host name of every rank."""
+    start_s: float = 0.0
+    """Age of this process when it began to join: interpreter and imports."""
+    join_s: float = 0.0
+    """What joining took."""
     _hosts_store: bool = field(default=False, repr=False)
     _closed: bool = field(default=False, repr=False)
 

@@ -69,7 +69,7 @@ class Assembly:
         places that differ.
         """
         text = "" if value is None else json.dumps(value)
-        digest = hashlib.sha256(text.encode()).digest()
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()  # dicts have no order
         words = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 32, 8)]
         heads = self._gather([len(text.encode()), *words])
         having = np.flatnonzero(heads[:, 0])

@@ -6,8 +6,10 @@ its ranks, tensors, cuts and optimizer groups; the builders from metadata make l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,7 +82,13 @@ def labels(description: Mapping[str, Any]) -> list[str]:
 
 
 def build_layout(description: Mapping[str, Any], world_size: int) -> Layout:
-    """The layout that ``description`` describes. Raises LayoutError."""
+    """The layout that ``description`` describes; of equal descriptions the same one. Raises LayoutError."""
+    return _built(json.dumps(description), world_size)
+
+
+@lru_cache(maxsize=4)  # weights and masters of two engines: agreeing, reading and announcing each ask for them
+def _built(text: str, world_size: int) -> Layout:
+    description = json.loads(text)
     name, rules = description["name"], [Cut(c["dim"], rule=Runs(_runs(c))) for c in description["cuts"]]
     specs: dict[str, TensorSpec] = {}
     cuts: dict[str, Cut] = {}

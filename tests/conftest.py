@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "dist"))
 
+import nursery
 from pool import RankPool
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -42,17 +43,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly and any(item.get_closest_marker("dist") for item in session.items):
+        nursery.of(0)  # imports what ranks need, beside the tests that come before theirs
+
+
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
-    """``cli("plan", "--scenario", "smoke", ...)`` runs the command in an empty folder and returns what it printed."""
+    """``cli("plan", "--scenario", "smoke", ...)`` runs the command in an empty folder and returns what it printed.
+
+    With ``warm`` command and ranks are forked from a process that has imported torch and DeepSpeed already.
+    """
 
     def call(
-        *arguments: str, limit_s: float = 60.0, env: dict[str, str] | None = None
+        *arguments: str, limit_s: float = 60.0, env: dict[str, str] | None = None, warm: bool = False
     ) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "COLUMNS": "200", **(env or {})}
+        if warm:
+            return nursery.command(arguments, tmp_path, env, limit_s)
         return subprocess.run(
             [sys.executable, "-m", "relaymeter", *arguments],
             cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "200", **(env or {})},
+            env=env,
             capture_output=True,
             text=True,
             timeout=limit_s,

@@ -25,11 +25,14 @@ SURFACE = {
     "calibrate": {"--out", "--check", "--simulate", "--allow-mismatch", "--executor", "--quick", "--budget"}
     | RANKS | OUTPUT,
     "choose": {"--profile", "--simulate", "--executor", "--allow-mismatch", "--out", "--format"} | PRICING | OUTPUT,
+    "compare": {"--scenario", "--change", "--paths", "--storage", "--launches", "--journal", "--results"}
+    | RANKS | OUTPUT,
     "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
     "run": {
         "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",
         "--move-limit", "--allow-mismatch", "--plot", "--results", "--simulate",
     } | PRICING | RANKS | OUTPUT,
+    "report": {"results", "--out"} | OUTPUT,
     "soak": {"--seconds", "--bytes", "--message", "--executor", "--fault"} | RANKS | OUTPUT,
     "validate": {"--profile", "--simulate", "--quick", "--results"} | RANKS | OUTPUT,
 }  # fmt: skip
@@ -38,7 +41,7 @@ CHOOSE = ["choose", "--scenario", "smoke", "--profile"]
 OLD_MOVE = [
     "run", "--scenario", "transitions", "--nodes", "2", "--ranks-per-node", "4", "--max-extra", "2MiB", "--move",
 ]  # fmt: skip
-HIDDEN = {"run": {"--fault"}, "validate": {"--fault"}}
+HIDDEN = {"compare": {"--fault"}, "run": {"--fault"}, "validate": {"--fault"}}
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
@@ -255,7 +258,7 @@ BAD = {
     ),
     "unknown kind of scenario": (
         ["run", "--scenario", "kind.toml"],
-        "kind.toml: kind = 'training': did you mean 'training-state'? valid: offload, training-state, weights",
+        "kind.toml: kind = 'training': did you mean 'training-state'? valid: compare, offload, training-state, weights",
     ),
     "unknown planner": ([*PLAN, "--planner", "afine"], "argument --planner: invalid choice: 'afine'"),
     "not a plan": (["run", "--plan", "other.json"], "other.json is no plan: make one with relaymeter plan --out FILE"),
@@ -309,6 +312,20 @@ BAD = {
         ["plan", "--scenario", "/dev/zero", "--topology", "2x2"],
         "scenario /dev/zero is no regular file",
     ),
+    "a report of nothing": (["report"], "the following arguments are required: RESULT"),
+    "a report of no rows": (["report", "other.json"], "records other.json, line 1: "),
+    "a report of what is not there": (
+        ["report", "none", "--out", "out"], "none does not exist: name a folder that --results kept, or a file of rows",
+    ),
+    "a report over its rows": (
+        ["report", "rows.jsonl", "--out", "out", "--json", "rows.jsonl", "--force"],
+        "--json rows.jsonl would replace rows that are read: choose another name",
+    ),
+    "a report in no folder": (["report", "rows.jsonl", "--out", "no/out"], "folder no does not exist: make it first"),
+    "a report in the folder of its rows": (
+        ["report", "rows.jsonl", "--out", ".", "--force"], "--out . holds rows that are read: choose another folder",
+    ),
+    "a report where a file is": (["report", "rows.jsonl", "--out", "bad.json"], "--out bad.json is no folder"),
     "validating nothing": (["validate"], "the following arguments are required: --profile"),
     "validating another machine's profile": (
         ["validate", "--profile", "elsewhere.json"], "elsewhere.json was made elsewhere (cpu: profile abacus, here",
@@ -345,6 +362,8 @@ def test_bad_input_gives_one_clear_line_and_exit_code_2_and_writes_nothing(
     (tmp_path / "elsewhere.json").write_text(elsewhere)
     (tmp_path / "policy.json").write_text('{"kind": "policy", "schema_version": 1, "executors": {}, "sha256": ""}')
     (tmp_path / "edited.json").write_text(elsewhere.replace('"floor_s": 0.0001', '"floor_s": 0.0002'))
+    kept = Path(__file__).parents[1] / "results/2ef6a166130a/20261130T063432Z_76cb4bbcd6_run-demo/rows.jsonl"
+    (tmp_path / "rows.jsonl").write_bytes(kept.read_bytes())
     _write_scenarios(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     arguments, expected = BAD[case]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ PURE = (
     *(f"harness/validate_{name}" for name in ("bars", "candidates", "figures", "plots", "report")),
     *(f"harness/validate_{name}" for name in ("agenda", "batches", "cases", "flows", "measure", "mixes", "moves")),
     *(f"harness/validate_{name}" for name in ("routes", "rows", "run")),
+    "harness/commands_report",
+    *(f"harness/report_{name}" for name in ("compare", "document", "figures", "files", "frame", "markdown", "missing")),
+    *(f"harness/report_{name}" for name in ("moves", "plots", "sources", "states", "tables")),
 )
 HEAVY = ("torch", "deepspeed", "transformers")
 
@@ -46,7 +50,8 @@ def _files() -> Iterator[Path]:
         yield from (ROOT / room).rglob("*.py")
 
 
-def _imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+@cache
+def _imports(path: Path) -> tuple[tuple[str, int, bool], ...]:
     """Every imported module: dotted name, line, and whether it is imported when the file is (not inside a function)."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
 
@@ -62,7 +67,7 @@ def _imports(path: Path) -> Iterator[tuple[str, int, bool]]:
                 yield from ((f"{name}.{alias.name}", child.lineno, at_import) for alias in child.names)
             yield from walk(child, inside)
 
-    return walk(tree, True)
+    return tuple(walk(tree, True))
 
 
 def _room(path: Path) -> str | None:

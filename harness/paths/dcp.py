@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -51,7 +52,7 @@ from relaymeter.relayout.training_state import (
     training_storages,
 )
 
-__all__ = ["DcpLoadTiming", "DcpSaveTiming", "load_dcp", "save_dcp"]
+__all__ = ["DcpLoadTiming", "DcpSaveTiming", "load_dcp", "load_tensors", "save_dcp", "save_tensors"]
 
 #: Name of the entry of bytes beside the tensors, and the version of what is in it.
 _ENTRY = "relaymeter training state"
@@ -202,6 +203,49 @@ def load_dcp(
         tensor_bytes=planner.tensor_bytes,
         file_bytes=planner.file_bytes(metadata),
     )
+
+
+def save_tensors(
+    layout: Layout,
+    storages: Mapping[str, torch.Tensor],
+    folder: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+    sync: bool = True,
+) -> None:
+    """Write the tensors of ``layout`` alone, such as an engine's weights. ``storages``: this rank's, by name.
+
+    Every rank of ``group`` calls this, with layouts of its ranks. Raises InputError on every rank as ``save_dcp``.
+    """
+    path, ranks = Path(folder), Assembly(group)
+    attempt_together(lambda: _refuse_taken(path), ranks, "nothing is saved")
+    with _failing_together(f"saving to {path} fails; what lies there is no checkpoint, give an empty folder", group):
+        save(
+            local_state(layout, storages),
+            storage_writer=FileSystemWriter(path, sync_files=sync, overwrite=False),
+            planner=LayoutSavePlanner(layout, _place(group)),
+            process_group=group,
+        )
+
+
+def load_tensors(
+    layout: Layout,
+    storages: Mapping[str, torch.Tensor],
+    folder: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Read the tensors of ``layout``, of any cut, into this rank's ``storages``. Every rank of ``group`` calls this.
+
+    Raises InputError on every rank as ``load_dcp``; where a file cannot be read the storages are not usable.
+    """
+    path, ranks = Path(folder), Assembly(group)
+    reader = attempt_together(lambda: _open(path), ranks, "nothing is loaded")
+    planner = LayoutLoadPlanner(layout, _place(group))
+    metadata = reader.read_metadata()
+    attempt_together(lambda: planner.plan(metadata), ranks, f"the checkpoint {path} does not fit the layout")
+    with _failing_together(f"reading the checkpoint {path} fails and the tensors are not usable", group):
+        load(local_state(layout, storages), storage_reader=reader, planner=planner, process_group=group)
 
 
 class _Reader(FileSystemReader):

@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from relaymeter.errors import InputError
 from relaymeter.relayout.layout import IntArray, Layout, Placement, TensorSpec
 
-__all__ = ["LayoutLoadPlanner", "LayoutSavePlanner", "chosen_pieces", "local_state"]
+__all__ = ["LayoutLoadPlanner", "LayoutSavePlanner", "chosen_pieces", "local_state", "piece_view"]
 
 
 def local_state(layout: Layout, storages: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _chunk(place: Placement, row: int) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(place.lo[row].tolist()), torch.Size(place.shape[row].tolist()))
 
 
-def _view(storage: torch.Tensor, place: Placement, row: int) -> torch.Tensor:
+def piece_view(storage: torch.Tensor, place: Placement, row: int) -> torch.Tensor:
     """Piece ``row`` as it lies in the rank's storage."""
     begin = storage.storage_offset() + int(place.offset[row])
     return storage.detach().as_strided(place.shape[row].tolist(), place.stride[row].tolist(), begin)
@@ -152,7 +152,7 @@ class LayoutSavePlanner(DefaultSavePlanner):
         name = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._entries[name])
-        return _view(self.state_dict[name], self._layout.placements[name], self._rows[write_item.index])
+        return piece_view(self.state_dict[name], self._layout.placements[name], self._rows[write_item.index])
 
     @property
     def tensor_bytes(self) -> int:
@@ -237,7 +237,7 @@ class LayoutLoadPlanner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         place = self._layout.placements[name]
         row = int(place.pieces_of(self._rank)[_number(read_item)])
-        view = _view(self.state_dict[name], place, row)
+        view = piece_view(self.state_dict[name], place, row)
         for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             view = view.narrow(dim, begin, length)
         return view

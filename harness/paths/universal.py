@@ -5,8 +5,10 @@
 
     engine = through_universal(source, build, folder)       # every rank of the world; source None on ranks without
 
-What DeepSpeed cannot convert or load ends in ``UniversalRefused`` on every rank, with what DeepSpeed says. The files
-lie in a folder of their own inside ``folder``, which all ranks must reach, and are removed, after an error too.
+The steps of their own, for jobs that end in between: ``save_universal`` and ``load_universal`` on every rank,
+``convert_universal`` in one process. What DeepSpeed cannot convert or load ends in ``UniversalRefused`` on every rank,
+with what DeepSpeed says. The files of ``through_universal`` lie in a folder of their own inside ``folder``, which all
+ranks must reach, and are removed, after an error too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,15 @@ from relaymeter.errors import InputError
 from relaymeter.harness.paths.together import attempt_together
 from relaymeter.relayout.announce import Assembly
 
-__all__ = ["UNIVERSAL", "UniversalRefused", "through_universal"]
+__all__ = [
+    "UNIVERSAL",
+    "UniversalRefused",
+    "convert_universal",
+    "load_universal",
+    "save_universal",
+    "through_universal",
+    "universal_folder",
+]
 
 #: What the config of the destination engine needs besides its own entries.
 UNIVERSAL: Mapping[str, Any] = MappingProxyType({"checkpoint": {"load_universal": True}})
@@ -36,6 +46,8 @@ UNIVERSAL: Mapping[str, Any] = MappingProxyType({"checkpoint": {"load_universal"
 #: Steps that are no doing of DeepSpeed's checkpoints.
 _OURS = ("making a folder", "building the destination")
 _SAVED, _CONVERTED = "saved", "converted"
+#: What ``python -m deepspeed.checkpoint.ds_to_universal`` takes where it is told nothing.
+_EXTRACT_WORKERS, _MERGE_WORKERS = 4, 2
 _T = TypeVar("_T")
 
 
@@ -63,38 +75,70 @@ def through_universal(
     engine alone may leave its others waiting up to their groups' time limit.
     """
     ranks, place = Assembly(group), dist.get_rank(group)
-
-    def together(step: str, action: Callable[[], _T]) -> _T:
-        refusal = InputError if step in _OURS else UniversalRefused
-        return attempt_together(action, ranks, f"no way through a universal checkpoint, {step} fails", refusal=refusal)
-
-    folders = together(
-        "making a folder", lambda: tempfile.mkdtemp(prefix="universal-", dir=folder) if place == 0 else ""
+    folders = _together(
+        ranks, "making a folder", lambda: tempfile.mkdtemp(prefix="universal-", dir=folder) if place == 0 else ""
     )
     work = ranks.tell_all(folders)[0]
     try:
-        holders = [rank for rank, has in enumerate(ranks.tell_all(source is not None)) if has]
-        if not holders:
-            raise InputError("no rank of the group gave a source engine: the ranks that hold it hand it in")
-        together("saving", lambda: None if source is None else source.save_checkpoint(work, tag=_SAVED))
-        together("converting", lambda: _convert(Path(work)) if place == holders[0] else None)
-        engine = together("building the destination", lambda: build_destination(UNIVERSAL))
-        together("loading", lambda: None if engine is None else _load(engine, work))
+        first = save_universal(source, work, group=group)
+        _together(ranks, "converting", lambda: convert_universal(work, workers=1) if place == first else None)
+        engine = _together(ranks, "building the destination", lambda: build_destination(UNIVERSAL))
+        load_universal(engine, work, group=group)
         return engine
     finally:
         if place == 0:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _convert(work: Path) -> None:
-    """DeepSpeed's own converter, in this process: without workers of its own it starts none."""
+def save_universal(
+    source: Any | None, folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
+) -> int:
+    """Save what ``convert_universal`` converts, into ``folder``; returns the first rank of the group with the engine.
+
+    Every rank of the group calls this, as ``through_universal``, and it raises the same.
+    """
+    ranks = Assembly(group)
+    holders = [rank for rank, has in enumerate(ranks.tell_all(source is not None)) if has]
+    if not holders:
+        raise InputError("no rank of the group gave a source engine: the ranks that hold it hand it in")
+    _together(ranks, "saving", lambda: None if source is None else source.save_checkpoint(str(folder), tag=_SAVED))
+    return holders[0]
+
+
+def load_universal(
+    engine: Any | None, folder: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
+) -> None:
+    """Load what ``convert_universal`` made into an engine that was built with ``UNIVERSAL``, None on a rank without it.
+
+    Every rank of the group calls this. Raises as ``through_universal``.
+    """
+    _together(Assembly(group), "loading", lambda: None if engine is None else _load(engine, str(folder)))
+
+
+def universal_folder(folder: str | os.PathLike[str]) -> Path:
+    """Where ``convert_universal`` leaves what is loaded."""
+    return Path(folder) / _CONVERTED
+
+
+def _together(ranks: Assembly, step: str, action: Callable[[], _T]) -> _T:
+    refusal = InputError if step in _OURS else UniversalRefused
+    return attempt_together(action, ranks, f"no way through a universal checkpoint, {step} fails", refusal=refusal)
+
+
+def convert_universal(folder: str | os.PathLike[str], *, workers: int | None = None) -> None:
+    """DeepSpeed's own converter, in this process, over what ``save_universal`` left in ``folder``.
+
+    ``workers``: processes that extract, and that merge; with 1 it starts none, None: as many as DeepSpeed's command
+    takes by default. Raises whatever DeepSpeed raises.
+    """
     from deepspeed.checkpoint import ds_to_universal
 
+    work = Path(folder)
     arguments = Namespace(
         input_folder=str(work / _SAVED),
         output_folder=str(work / _CONVERTED),
-        num_extract_workers=1,
-        num_merge_workers=1,
+        num_extract_workers=workers or _EXTRACT_WORKERS,
+        num_merge_workers=workers or _MERGE_WORKERS,
         keep_temp_folder=False,
         strict=True,
         inject_missing_state=True,
@@ -106,6 +150,12 @@ def _convert(work: Path) -> None:
 def _load(engine: Any, work: str) -> None:
     if not engine.load_universal_checkpoint():
         raise InputError("the destination's config lacks checkpoint.load_universal: build it with the entries given")
+    if not engine._get_all_ckpt_names(work, _CONVERTED):
+        wanted = Path(engine._get_ckpt_name(work, _CONVERTED, mp_placeholder="*", pp_placeholder="0")).name
+        raise FileNotFoundError(
+            f"ZeRO-{engine.zero_optimization_stage()} looks for {wanted}, which the converter does not make of a "
+            "checkpoint of the source's ZeRO stage: DeepSpeed names the files of ZeRO-3 otherwise than those below it"
+        )
     path, _ = engine.load_checkpoint(work, tag=_CONVERTED)
     if path is None:
         raise InputError("engine.load_checkpoint found nothing that it can load")

@@ -26,7 +26,7 @@ class CompareRecord(BaseRecord):
 
     kind: str = "compare"
     change: str
-    """Name of the change, such as ``DP4 -> DP2``."""
+    """Name of the change, such as ``dp4-dp2``."""
     source: str
     """Engine that the state comes from, such as ``zero3 x4``."""
     destination: str

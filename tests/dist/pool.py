@@ -1,7 +1,8 @@
 """A pool of ranks for tests: processes of one gloo world on loopback that run named functions and answer in JSON.
 
 ``RankPool(4).call("jobs_execute:ring", count=3)`` runs ``jobs_execute.ring(seat, count=3)`` on four ranks and returns
-the four values. Run as a script this file is one of the ranks.
+the four values. Ranks are forked from a warm process that has imported torch and DeepSpeed (``nursery.py``); those of
+``RankPool(4, fresh=True)`` are new interpreters, for tests of what a rank imports, and run this file as a script.
 
 A job is a module-level function ``job(seat: Seat, **arguments)`` in a file ``tests/dist/jobs_*.py``; arguments and
 results are JSON. The processes stay for the next call. They are replaced where a call failed in a way that may have
@@ -11,12 +12,10 @@ broken the gloo world, and end with the pool, with their parent, or at a call's 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import nursery
 
 __all__ = ["Outcome", "RankPool", "Seat"]
 
@@ -59,12 +60,16 @@ class Outcome:
 
 
 class RankPool:
-    """``size`` ranks, started at the first call. ``env`` is added to their environment. Use it as a context manager."""
+    """``size`` ranks, started at the first call. ``env`` is added to their environment. Use it as a context manager.
 
-    def __init__(self, size: int, env: Mapping[str, str] | None = None) -> None:
+    With ``fresh`` each rank is an interpreter of its own that has imported nothing yet.
+    """
+
+    def __init__(self, size: int, env: Mapping[str, str] | None = None, *, fresh: bool = False) -> None:
         self.size = size
         self._env = dict(env or {})
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._fresh = fresh
+        self._processes: list[subprocess.Popen[bytes] | nursery.Child] = []
         self._answers: list[IO[bytes]] = []
         self._logs: tempfile.TemporaryDirectory[str] | None = None
 
@@ -140,15 +145,15 @@ class RankPool:
             reading, writing = os.pipe()
             env = inherited | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | self._env
             with (Path(self._logs.name) / f"{rank}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, __file__, str(writing)],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    env=env,
-                    pass_fds=(writing,),
-                )
-            self._processes.append(process)
+                if self._fresh:
+                    command = [sys.executable, __file__, str(writing)]
+                    self._processes.append(
+                        subprocess.Popen(
+                            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env, pass_fds=(writing,)
+                        )
+                    )
+                else:
+                    self._processes.append(nursery.of(rank).fork(env, writing, log.fileno()))
             os.close(writing)
             self._answers.append(os.fdopen(reading, "rb", buffering=0))
         first = self._collect(60.0, only=0)[0]
@@ -161,7 +166,7 @@ class RankPool:
             raise RuntimeError("\n".join(f"[rank {o.rank}] did not start: {o.trace or o.message}" for o in bad))
 
     @staticmethod
-    def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
+    def _send(process: subprocess.Popen[bytes] | nursery.Child, line: bytes) -> None:
         if process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # a dead rank shows as a missing answer
                 process.stdin.write(line)
@@ -242,10 +247,9 @@ def _serve(answers: IO[bytes]) -> None:
             answer(value=value)
 
 
-def _main() -> None:
-    parent_death = 1
-    ctypes.CDLL(None, use_errno=True).prctl(parent_death, signal.SIGKILL)
-    answers = os.fdopen(int(sys.argv[1]), "wb")
+def rank_main(fd: int) -> None:
+    """Serve as a rank that answers to the descriptor ``fd``. Does not return."""
+    answers = os.fdopen(fd, "wb")
     try:
         _serve(answers)
     except BaseException as error:
@@ -259,4 +263,5 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    nursery.die_with_parent(os.getppid())
+    rank_main(int(sys.argv[1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,8 +25,10 @@ TIED = {
 
 
 @pytest.fixture(scope="module")
-def pool(ranks: Callable[[int], RankPool]) -> RankPool:
-    return ranks(3)
+def pool() -> Iterator[RankPool]:
+    """A pool of its own: rank 0 must not have imported DeepSpeed before."""
+    with RankPool(3, fresh=True) as own:
+        yield own
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ LIMIT_S = 100.0
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     """A pool of its own: rank 0 must not have imported DeepSpeed before, and dies in the end."""
-    with RankPool(3) as own:
+    with RankPool(3, fresh=True) as own:
         yield own
 
 

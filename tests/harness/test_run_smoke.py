@@ -1,6 +1,8 @@
 """The whole job on ``smoke``: calibrate, choose, run; with one wrong bit, clean, with a killed and with a frozen rank.
 
 The ranks run in a cluster in a box where the machine can make one, else on loopback; only byte counts need the box.
+Most commands and ranks are forked from a warm process (``nursery``); the clean run, the killed rank and what torchrun
+starts are new interpreters throughout.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nursery
 import psutil
 import pytest
 
@@ -31,13 +34,17 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def call(folder: Path, *arguments: str, limit_s: float = 200.0) -> subprocess.CompletedProcess[str]:
+def call(
+    folder: Path, *arguments: str, limit_s: float = 200.0, warm: bool = True, stdout: int | None = None
+) -> subprocess.CompletedProcess[str]:
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
+    env = {**os.environ, "TMPDIR": str(logs)}
+    if warm:
+        return nursery.command(arguments, folder, env, limit_s, stdout=stdout)
     return subprocess.run(
         [sys.executable, "-m", "relaymeter", *arguments],
-        cwd=folder, env={**os.environ, "TMPDIR": str(logs)},
-        capture_output=True, text=True, timeout=limit_s, check=False,
+        cwd=folder, env=env, capture_output=True, text=True, timeout=limit_s, check=False,
     )  # fmt: skip
 
 
@@ -117,19 +124,17 @@ def test_a_flip_on_a_rank_that_receives_nothing_is_no_success(tmp_path: Path) ->
 def test_wrong_bits_are_told_also_when_nobody_reads_the_table(desk: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "relaymeter", *_RUN, "--move", "tp1", "--repeats", "1"]
-    done = subprocess.run(
-        [*command, "--fault", "flip:2", "--json", "unread.jsonl"],
-        cwd=desk, env={**os.environ, "TMPDIR": str(desk / "logs")}, stdout=write, stderr=subprocess.PIPE,
-        text=True, timeout=200, check=False,
-    )  # fmt: skip
+    arguments = (*_RUN, "--move", "tp1", "--repeats", "1", "--fault", "flip:2", "--json", "unread.jsonl")
+    done = call(desk, *arguments, stdout=write)
     os.close(write)
     assert done.returncode == 6, done.stderr
     assert [row.verdict for row in read_records(desk / "unread.jsonl")].count("wrong bits") == 1
 
 
 def test_the_next_run_moves_by_every_route_and_every_bit_arrives(desk: Path) -> None:
-    done = call(desk, *_RUN, "--repeats", "2", "--json", "rows.jsonl", "--plot", "run.png", "--results", "kept")
+    done = call(
+        desk, *_RUN, "--repeats", "2", "--json", "rows.jsonl", "--plot", "run.png", "--results", "kept", warm=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = read_records(desk / "rows.jsonl")
     assert [(row.move, row.route) for row in rows] == [
@@ -162,7 +167,8 @@ def _check_bytes(rows: dict[str, MoveRecord]) -> None:
 
 @pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_a_rank_that_dies_or_freezes_is_named_and_the_trainer_trains_on(desk: Path, fault: str) -> None:
-    done = call(desk, *_RUN, "--move", "tp1", "--repeats", "1", "--fault", f"{fault}:3", "--json", f"{fault}.jsonl")
+    arguments = ("--move", "tp1", "--repeats", "1", "--fault", f"{fault}:3", "--json", f"{fault}.jsonl")
+    done = call(desk, *_RUN, *arguments, warm=fault == "stop")
     assert done.returncode == 7, done.stdout + done.stderr
     for rank in (0, 1, 2):
         assert f"[rank {rank}] relaymeter: rank 3 no longer answers" in done.stderr

@@ -5,16 +5,17 @@ The ranks run on plain loopback, which needs no rights.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import nursery
 import pytest
 
 from relaymeter.harness import emit_run
 from relaymeter.harness.config import Scenario
 from relaymeter.harness.jobs import RunJob, RunStamp, dump
-from relaymeter.harness.launch import ClusterSpec, launch
 from relaymeter.harness.moves import plan_scenario
 from relaymeter.harness.plan_file import PlanFile, RoutedMove, save_plan
 from relaymeter.harness.scenario import load_scenario
@@ -86,12 +87,8 @@ def run(folder: Path, **changes: object) -> list[MoveRecord]:
          "time_limit_s": 110, "move_limit_s": 20, "stamp": stamp.model_dump(), **changes}
     )  # fmt: skip
     (folder / "job.json").write_text(dump_json(dump(job)))
-    cluster = ClusterSpec(nodes=2, ranks_per_node=2, shape=False)
-    ended = launch(
-        [str(folder / "job.json"), str(folder / "result.json")], cluster, time_limit_s=110, log_dir=folder,
-        print_failures=False,
-    )  # fmt: skip
-    assert ended.exit_code == 0, ended.report()
+    ended = nursery.command([str(folder)], folder, os.environ, 115.0, module="launched")
+    assert ended.returncode == 0, ended.stderr
     entries = load_json(folder / "result.json", "result")["rows"]
     return [MoveRecord.from_dict(entry) for entry in entries]
 

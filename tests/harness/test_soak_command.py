@@ -127,7 +127,7 @@ def test_bad_input_is_refused_before_a_rank_starts(case: str, capsys: pytest.Cap
 def test_the_command_finds_what_was_damaged_on_a_rank_that_is_not_rank_0(cli: Any, tmp_path: Path) -> None:
     done = cli(
         "soak", "--bytes", "9MiB", "--message", "512KiB", "--executor", "all-to-all", "--nodes", "2",
-        "--ranks-per-node", "1", "--fault", "swap:1", "--json", "soak.jsonl", limit_s=100,
+        "--ranks-per-node", "1", "--fault", "swap:1", "--json", "soak.jsonl", limit_s=100, warm=True,
     )  # fmt: skip
     assert done.returncode == 6, done.stderr
     assert done.stdout.splitlines()[0 if "cannot shape" not in done.stdout else 1].startswith("WRONG BITS: 26")

@@ -122,7 +122,8 @@ def test_a_job_of_an_unknown_kind_is_refused() -> None:
     job = OffloadJob(scenario=found, time_limit_s=5, move_limit_s=1, stamp=STAMP)
     assert job_of(dump(job), "job.json") == job
     with pytest.raises(
-        InputError, match=r"job\.json: kind = 'move' is no job: valid: calibrate, check, offload, run, "
+        InputError,
+        match=r"job\.json: kind = 'move' is no job: valid: calibrate, check, compare-load, compare-save, off",
     ):
         job_of({"kind": "move"}, "job.json")
 
@@ -130,7 +131,7 @@ def test_a_job_of_an_unknown_kind_is_refused() -> None:
 def test_shipped_scenarios_are_of_the_kind_that_they_say() -> None:
     assert shipped_suites() == ("state-matrix", "transitions")
     weights = set(shipped_scenarios(weights_only=True))
-    assert set(shipped_scenarios()) - weights == {"state-matrix", "dp4-dp2-dp4", "offload"}
+    assert set(shipped_scenarios()) - weights == {"state-matrix", "dp4-dp2-dp4", "offload", "rfc-small"}
     assert all(isinstance(load_any(name), Scenario) and load_scenario(name).kind == "weights" for name in weights)
 
 

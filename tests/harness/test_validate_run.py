@@ -46,7 +46,7 @@ STAMP = RunStamp(utc="2026-01-02T03:04:05Z", launch_id="ab", machine_id="cd", co
 
 
 def _calibrated(topology: Topology) -> Profile:
-    settings = replace(Settings.short(), replicates=6)
+    settings = replace(Settings.short(), replicates=3)
     return calibrate_cluster(Cluster(topology).instruments(), topology, settings=settings)
 
 
@@ -304,7 +304,7 @@ def test_a_simulated_cluster_is_validated_without_ranks_and_every_row_says_so(
 ) -> None:
     profile_path, rows_path = tmp_path / "profile.json", tmp_path / "rows.jsonl"
     cluster = load_preset("box-rank-nics")
-    settings = replace(Settings.short(), replicates=6)
+    settings = replace(Settings.short(), replicates=3)
     profile = calibrate_cluster(
         cluster.instruments(),
         cluster.declared,

@@ -16,6 +16,7 @@ from synthetic import Cluster
 
 from relaymeter.calibration.calibrate import calibrate_cluster
 from relaymeter.calibration.profiles import Profile
+from relaymeter.calibration.recorder import Settings
 from relaymeter.relayout.topology import Topology
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
@@ -42,7 +43,7 @@ def _cluster(name: str) -> Cluster:
 @cache
 def _profile(name: str) -> Profile:
     cluster = _cluster(name)
-    return calibrate_cluster(cluster.instruments(), cluster.topology)
+    return calibrate_cluster(cluster.instruments(), cluster.topology, settings=Settings(replicates=12))
 
 
 @pytest.fixture(scope="session")

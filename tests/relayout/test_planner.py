@@ -194,10 +194,10 @@ def test_tensors_that_swap_sides_share_their_rounds():
 
 def test_no_band_of_a_large_tensor_passes_the_bucket():
     topology = Topology.grid(2, 1)
-    specs = {"w": TensorSpec("w", (1 << 24,), "float32")}
-    source, copy = zero3_layout(specs, (0,), 2), tensor_parallel_layout(specs, {"w": Cut(0)}, [(1,)], 2)
-    plan = plan_move(source, copy, topology)
-    for bucket_bytes in (1 << 20, 1_000_000, 4099):
+    for elements, bucket_bytes in ((1 << 24, 1 << 20), (1 << 24, 1_000_000), (1 << 21, 4099)):
+        specs = {"w": TensorSpec("w", (elements,), "float32")}
+        source, copy = zero3_layout(specs, (0,), 2), tensor_parallel_layout(specs, {"w": Cut(0)}, [(1,)], 2)
+        plan = plan_move(source, copy, topology)
         schedule = build_schedule(plan, topology, block_groups(plan, topology).uniform(DIRECT), bucket_bytes)
         table = schedule.all_segments
         assert np.bincount(table.round, weights=table.elements * 4).max() <= bucket_bytes

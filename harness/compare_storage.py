@@ -1,0 +1,130 @@
+"""Folders for the checkpoints of ``compare``: which there are, whether they have room, and that none is left behind.
+
+    storages = find_storages([("disk", "/var/tmp")])
+    with Workplace(storages) as places:                     # {"disk": a fresh folder}
+
+A folder's name says which process made it, so that what a killed one left is found and removed by the next.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from relaymeter.errors import InputError
+from relaymeter.harness.page_cache import MEMORY, file_system
+from relaymeter.units import format_bytes
+
+__all__ = ["Storage", "Workplace", "check_room", "find_storages", "folder_bytes"]
+
+Cache = Literal["warm", "cold"]
+_PREFIX = "relaymeter-compare-"
+#: A save, its universal form, what the converter writes on the way, and the other checkpoint, over the state's bytes.
+_COPIES = 5
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A place for checkpoints: its name in tables, its folder, its file system."""
+
+    name: str
+    folder: Path
+    filesystem: str
+
+    @property
+    def caches(self) -> tuple[Cache | None, ...]:
+        """What the page cache can be made to be before a load: nothing is behind a file system in memory."""
+        return (None,) if self.filesystem in MEMORY else ("warm", "cold")
+
+
+def find_storages(asked: Sequence[tuple[str, str]] | None) -> tuple[Storage, ...]:
+    """The storages that were asked for, by name and folder; None: a disk and tmpfs, as far as the machine has them.
+
+    Raises InputError for a folder that cannot be written, and for two of one name.
+    """
+    if asked is None:
+        disks = [Path(text) for text in (tempfile.gettempdir(), os.getcwd(), "/var/tmp")]
+        disk = next((path for path in disks if file_system(path) not in (*MEMORY, "unknown") and _writable(path)), None)
+        shm = Path("/dev/shm")
+        found = [] if disk is None else [Storage("disk", disk, file_system(disk))]
+        if file_system(shm) in MEMORY and _writable(shm):
+            found.append(Storage("tmpfs", shm, file_system(shm)))
+        if not found:
+            raise InputError("no folder for checkpoints was found: give --storage NAME=DIR")
+        return tuple(found)
+    names = [name for name, _ in asked]
+    for name, folder in asked:
+        if names.count(name) > 1:
+            raise InputError(f"--storage {name}={folder}: the name {name!r} is given twice")
+        if not _writable(Path(folder)):
+            raise InputError(f"--storage {name}={folder}: no folder that can be written: give another")
+    return tuple(Storage(name, Path(folder), file_system(Path(folder))) for name, folder in asked)
+
+
+def check_room(storages: Sequence[Storage], state_bytes: int) -> None:
+    """Raise InputError where a storage has no room for the checkpoints of a state of so many bytes."""
+    needed = _COPIES * state_bytes
+    for storage in storages:
+        free = shutil.disk_usage(storage.folder).free
+        if free < needed:
+            raise InputError(
+                f"--storage {storage.name}={storage.folder}: {format_bytes(free)} are free, the checkpoints of one "
+                f"change take up to {format_bytes(needed)}: free some, or give another folder"
+            )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in ``folder``; 0 where it is not there."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class Workplace:
+    """A fresh folder on every storage, removed at the end; first removes what killed processes have left."""
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
+        self._made: dict[str, Path] = {}
+
+    def __enter__(self) -> dict[str, Path]:
+        own = psutil.Process()
+        for storage in self._storages:
+            _remove_abandoned(storage.folder)
+            prefix = f"{_PREFIX}{own.pid}-{int(own.create_time())}-"
+            self._made[storage.name] = Path(tempfile.mkdtemp(prefix=prefix, dir=storage.folder))
+        return dict(self._made)
+
+    def __exit__(self, *_: object) -> None:
+        for folder in self._made.values():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the folders of processes that are gone. Others' that cannot be removed stay."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        named = re.fullmatch(rf"{_PREFIX}(\d+)-(\d+)-\w+", path.name)
+        if named is None or path.is_symlink() or not path.is_dir():
+            continue
+        pid, begun = int(named[1]), int(named[2])
+        with suppress(psutil.NoSuchProcess):
+            if int(psutil.Process(pid).create_time()) == begun:
+                continue
+        with suppress(OSError):
+            if path.stat().st_uid == os.getuid():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,147 @@
+"""The report as Markdown of GitHub's flavour, ready to paste: ``markdown(document, plots)``. Pure.
+
+Notes of cells are footnotes below their table, numbered through the whole report; tables that a reader opens are
+``<details>``.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from relaymeter import __version__
+from relaymeter.harness.report_document import Document
+from relaymeter.harness.report_figures import WRONG_BITS
+from relaymeter.harness.report_sources import Source
+from relaymeter.harness.report_tables import Cell, ReportTable, Section, grouped
+from relaymeter.units import format_rate
+
+__all__ = ["escaped", "markdown"]
+
+_SPECIAL = re.compile(r"[\\`*~|<]|(?<=\])\(|\[(?=\^)|(?<!\w)_|_(?!\w)")
+#: Names of facts in the order in which a reader wants them; others follow.
+_FIRST = ("cpu", "cores", "memory_gib", "gpu", "gpus", "kernel", "python", "torch", "deepspeed", "nccl", "relaymeter")
+
+#: Facts that tell ranks apart and a reader nothing.
+_UNTOLD = ("machines", "nic", "node", "world")
+
+
+def escaped(text: str) -> str:
+    """``text`` as Markdown shows it: on one line, nothing of it markup; wrong bits are bold."""
+    flat = " ".join(text.split())
+    return _SPECIAL.sub(lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", flat).replace(
+        WRONG_BITS, f"**{WRONG_BITS}**"
+    )
+
+
+def markdown(document: Document, plots: Mapping[str, str]) -> str:
+    """The whole report. ``plots``: file names relative to it, with what they show."""
+    names = ", ".join(dict.fromkeys(row.scenario for row in document.rows))
+    simulated = f" (simulated: {', '.join(document.simulated)})" if document.simulated else ""
+    parts = [f"# {escaped(names + simulated)}"]
+    if document.wrong:
+        parts.append(_bullets(document.wrong))
+    parts.append(_bullets(document.lines[len(document.wrong) :]))
+    parts.append(_setup(document.sources))
+    numbers = iter(range(1, 1 << 30))
+    parts += [_section(section, numbers) for section in document.sections]
+    parts += [f"![{escaped(what)}]({name})" for name, what in plots.items()]
+    parts.append(f"Made by relaymeter {__version__}: `relaymeter report`; every row is in `rows.csv`.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {escaped(line)}" for line in lines)
+
+
+def _setup(sources: Sequence[Source]) -> str:
+    """Machines and versions, and the commands to repeat it."""
+    parts = ["## How it was measured"]
+    lines = ["| result | rows | machine | commit | launched (UTC) |", "|---|---:|---|---|---|"]
+    for source in sources:
+        found = [dict.fromkeys(row.machine_id for row in source.rows),
+                 dict.fromkeys(row.commit or "unknown" for row in source.rows),
+                 dict.fromkeys(row.utc for row in source.rows)]  # fmt: skip
+        texts = [source.name, str(len(source.rows)), *(", ".join(names) for names in found)]
+        lines.append("| " + " | ".join(map(escaped, texts)) + " |")
+    parts.append("\n".join(lines))
+    known = [(source, source.how) for source in sources if source.how is not None]
+    told = grouped(known, lambda pair: pair[1].facts)
+    machines = []
+    for facts, own in told.items():
+        ids = ", ".join(dict.fromkeys(row.machine_id for source, _ in own for row in source.rows))
+        machines.append(f"machine {ids}: {_facts(dict(facts))}")
+    unknown = [source.name for source in sources if source.how is None]
+    machines += [f"{name}: no how.txt beside the rows, so versions and command are not known" for name in unknown]
+    parts.append(_bullets(machines))
+    commands = _commands(sources)
+    if commands:
+        parts.append("To repeat it:\n\n```sh\n" + commands + "\n```")
+    return "\n\n".join(parts)
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    """``cpu Xeon, 2 cores, torch 2.13.0``."""
+    order = [name for name in _FIRST if name in facts] + [name for name in facts if name not in _FIRST]
+    short = {"cores": "{} cores", "memory_gib": "{} GiB", "cpu": "{}"}
+    told = {name: _cluster(facts[name]) if name == "cluster" else facts[name] for name in order if name not in _UNTOLD}
+    return ", ".join(short.get(name, name.replace("_", " ") + " {}").format(text) for name, text in told.items())
+
+
+def _cluster(text: str) -> str:
+    """The cluster in a box as people say it; what is not one as it stands."""
+    try:
+        found = ast.literal_eval(text)
+        rate = found["nic_rate_bytes_per_s"]
+        nic = "not shaped" if rate is None else f"{format_rate(rate)} a NIC, one per {found['nic_per']}"
+        return f"of {found['nodes']} nodes x {found['ranks_per_node']} ranks in a box, {nic}"
+    except (ValueError, SyntaxError, KeyError, TypeError):
+        return text
+
+
+def _commands(sources: Sequence[Source]) -> str:
+    """Each command once, below the commit it ran on."""
+    known = [(source.rows[0].commit, source.how) for source in sources if source.how is not None]
+    found = grouped(known, lambda pair: pair[0])
+    lines: list[str] = []
+    for commit, own in found.items():
+        lines.append(f"# commit {commit or 'unknown'}")
+        lines += dict.fromkeys(how.command for _, how in own)
+    return "\n".join(lines).replace("```", "` ` `")
+
+
+def _section(section: Section, numbers: Iterator[int]) -> str:
+    parts = [f"## {escaped(section.title)}"]
+    if section.lines:
+        parts.append(_bullets(section.lines))
+    if section.missing:
+        parts.append("Not run:\n\n" + _bullets(section.missing))
+    parts += [_table(table, numbers) for table in section.tables if table.rows]
+    return "\n\n".join(parts)
+
+
+def _table(table: ReportTable, numbers: Iterator[int]) -> str:
+    """Title, table, captions, footnotes."""
+    notes: dict[str, int] = {}
+
+    def text(cell: Cell) -> str:
+        marks = "".join(f"[^{notes.setdefault(note, 0) or _number(notes, note, numbers)}]" for note in cell.notes)
+        return escaped(cell.text) + marks
+
+    body = ["| " + " | ".join(escaped(name) for name, _ in table.columns) + " |"]
+    body.append("|" + "|".join("---:" if side == "right" else "---" for _, side in table.columns) + "|")
+    body += ["| " + " | ".join(map(text, row)) + " |" for row in table.rows]
+    parts = ["\n".join(body), *(escaped(caption) for caption in table.captions)]
+    if notes:
+        parts.append("\n".join(f"[^{number}]: {escaped(note)}" for note, number in notes.items()))
+    whole = "\n\n".join(parts)
+    if table.folded:
+        return f"<details><summary>{html.escape(table.title)}</summary>\n\n{whole}\n\n</details>"
+    return f"### {escaped(table.title)}\n\n{whole}"
+
+
+def _number(notes: dict[str, int], note: str, numbers: Iterator[int]) -> int:
+    notes[note] = next(numbers)
+    return notes[note]

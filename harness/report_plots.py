@@ -1,0 +1,266 @@
+"""Plots of ``report``: phases of every path as stacked bars, ratios to the path in memory, moves by route.
+
+``draw_plots(rows, folder)`` writes PNG files and says what each shows. Offline; needs no display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relaymeter.compare_records import PHASES, CompareRecord
+from relaymeter.harness.emit import NONE
+from relaymeter.harness.plots import plot_rows
+from relaymeter.harness.report_compare import BASELINE, PathRows, paths_of, tables_of, without_relaunch
+from relaymeter.harness.report_figures import Figure, is_wrong
+from relaymeter.harness.report_moves import medians
+from relaymeter.harness.report_sources import AnyRow, Origin, origin_of
+from relaymeter.harness.report_states import STATE_PHASES, changes_of
+from relaymeter.harness.report_tables import grouped
+from relaymeter.records import MoveRecord
+from relaymeter.state_records import StateRecord
+from relaymeter.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+__all__ = ["draw_plots"]
+
+_INK, _WRONG = "#444444", "#c4472f"
+#: Colours of phases; a phase has the same one in every plot.
+_COLOURS: Mapping[str, str] = dict(
+    zip(
+        (*PHASES, "prepare", "fields"),
+        ("#b8b8b8", "#3b6ea5", "#6d9bc9", "#2f8f5b", "#d9a441", "#b5762a", "#c4472f", "#e08e7b", "#8a4fa3", "#7cc096",
+         "#c9a3d6", "#7a7a7a", "#d9a441", "#2f8f5b"),
+        strict=True,
+    )
+)  # fmt: skip
+_PANELS_A_LINE = 2
+#: Panels of one picture: further ones would be too small to read.
+_MOST_PANELS = 40
+#: Plots of moves, each of one scenario in one place.
+_MOST_MOVES = 6
+
+
+@dataclass(frozen=True)
+class _Bar:
+    label: str
+    phases: Mapping[str, float]
+    said: str
+    """What stands at the end of the bar."""
+    wrong: bool = False
+
+
+def draw_plots(rows: Sequence[AnyRow], folder: Path) -> dict[str, str]:
+    """Draw what ``rows`` allow: ``phases.png`` and ``ratios.png`` of paths, ``state-phases.png`` of training states,
+    ``moves.png``, ``moves-2.png``, ... of moves of weights. Returns the names with what each shows."""
+    compared = [row for row in rows if isinstance(row, CompareRecord)]
+    states = [row for row in rows if isinstance(row, StateRecord)]
+    moves = [row for row in rows if isinstance(row, MoveRecord)]
+    drawn: dict[str, str] = {}
+    if compared:
+        panels = [(_title(name, origin), _path_bars(mine)) for (origin, name), mine in tables_of(compared).items()]
+        _save(
+            _stacked(panels, PHASES, "Phases of every path; total at the end, without the digest"),
+            folder / "phases.png",
+        )
+        drawn["phases.png"] = "phases of every path, medians"
+        ratios = {key: paths_of(mine) for key, mine in tables_of(compared).items()}
+        ratios = {key: paths for key, paths in ratios.items() if _base(paths) is not None}
+        if ratios:
+            _save(_ratios(ratios), folder / "ratios.png")
+            drawn["ratios.png"] = "time of every path over the path in memory"
+    if states:
+        found = _state_panels(states)
+        if any(bars for _, bars in found):
+            _save(_stacked(found, STATE_PHASES, "Phases of moves of training states"), folder / "state-phases.png")
+            drawn["state-phases.png"] = "phases of moves of training states, medians"
+    for number, shown in enumerate(_places(moves)[:_MOST_MOVES], start=1):
+        name = "moves.png" if number == 1 else f"moves-{number}.png"
+        plot_rows(shown, folder / name)
+        drawn[name] = f"measured time of every move of {shown[0].scenario}, {origin_of(shown[0]).text}"
+    return drawn
+
+
+def _places(moves: Sequence[MoveRecord]) -> list[list[MoveRecord]]:
+    """The moves of each scenario, place and world: in one plot they would share panels."""
+    timed = [row for row in moves if row.measured_s is not None]
+    found = grouped(timed, lambda row: (row.scenario, origin_of(row), row.ranks, row.nodes))
+    return [shown for own in found.values() if (shown := medians(own))]
+
+
+def _title(name: str, origin: Origin) -> str:
+    simulated = f"simulated: {origin.simulated}, " if origin.simulated else ""
+    return f"{name}\n{simulated}commit {origin.commit} on {origin.machine_id}"
+
+
+def _path_bars(rows: Sequence[CompareRecord]) -> list[_Bar]:
+    bars = []
+    for path in paths_of(rows):
+        found = {name: path.figure(_phase(name)) for name in PHASES}
+        phases = {name: one.middle for name, one in found.items() if one is not None}
+        label = path.label + (f"\n{path.on}" if path.on != NONE else "")
+        wrong = any(is_wrong(row) for row in path.rows)
+        total = path.figure(lambda row: row.total_s)
+        pause = path.figure(lambda row: row.pause_s)
+        said = "wrong bits" if wrong else path.rows[0].verdict
+        if total is not None:
+            shorter = pause is not None and pause.middle < total.middle
+            said = format_seconds(total.middle) + (
+                f", pause {format_seconds(pause.middle)}" if pause and shorter else ""
+            )
+        bars.append(_Bar(label, phases, said, wrong and total is None))
+    return bars
+
+
+def _phase(name: str) -> Callable[[CompareRecord], float | None]:
+    return lambda row: row.phases.get(name)
+
+
+def _state_panels(rows: Sequence[StateRecord]) -> list[tuple[str, list[_Bar]]]:
+    panels = []
+    for (origin, scenario, kind), mine in grouped(rows, lambda row: (origin_of(row), row.scenario, row.row)).items():
+        several = len({row.planner for row in mine}) > 1
+        bars = []
+        for change in changes_of(mine):
+            found = {name: change.phase(name) for name in STATE_PHASES}
+            phases = {name: one.middle for name, one in found.items() if one is not None}
+            label = change.first.change + (f", {change.first.planner}" if several else "")
+            wrong = any(is_wrong(row) for row in change.rows)
+            total = change.phase("total")
+            said = "wrong bits" if wrong else change.first.verdict
+            if total is not None:
+                said = format_seconds(total.middle) + (" and the plan" if "plan" in phases else "")
+            bars.append(_Bar(label, phases, said, wrong))
+        panels.append((_title(f"{scenario}{f', {kind}' if kind else ''}", origin), bars))
+    return panels
+
+
+def _canvas(heights: Sequence[int], width: float, columns: int) -> tuple[Canvas, list[Any]]:
+    """A figure with a panel for each of ``heights``, its number of bars."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as NewCanvas
+
+    columns = min(columns, len(heights))
+    lines = -(-len(heights) // columns)
+    tall = [max(heights[columns * line : columns * (line + 1)]) for line in range(lines)]
+    inches = [1.3 + 0.42 * bars for bars in tall]
+    figure = NewCanvas(figsize=(width * columns, sum(inches) + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    found = figure.subplots(lines, columns, squeeze=False, gridspec_kw={"height_ratios": inches})
+    panels = found.ravel().tolist()
+    for place, panel in enumerate(panels):
+        panel.set_visible(place < len(heights))
+        panel.set_ylim(tall[place // columns] - 0.4, -0.6)
+    return figure, panels
+
+
+def _tidy(panel: Any, title: str, labels: Sequence[str], x: str) -> None:
+    panel.set_yticks(range(len(labels)), labels)
+    panel.set_title(title, fontsize=9)
+    panel.set_xlabel(x, fontsize=8)
+    panel.tick_params(labelsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(True, axis="x", which="major", color="#e6e6e6", linewidth=0.6)
+    panel.set_axisbelow(True)
+
+
+def _stacked(panels: Sequence[tuple[str, Sequence[_Bar]]], phases: Sequence[str], title: str) -> Canvas:
+    """A panel a change: a bar a path, its phases one after the other on a linear axis, the total at its end."""
+    panels = [panel for panel in panels if panel[1]][:_MOST_PANELS]
+    figure, axes = _canvas([len(bars) for _, bars in panels], 6.4, _PANELS_A_LINE)
+    for panel, (name, bars) in zip(axes, panels, strict=False):
+        longest = max((sum(bar.phases.values()) for bar in bars), default=0.0) or 1.0
+        scale, unit = (1e3, "ms") if longest < 1 else (1.0, "s")
+        for place, bar in enumerate(bars):
+            left = 0.0
+            for phase in phases:
+                seconds = bar.phases.get(phase, 0.0)
+                if seconds:
+                    panel.barh(
+                        place, seconds * scale, left=left * scale, height=0.62, color=_COLOURS[phase], label=phase
+                    )
+                    left += seconds
+            panel.text(
+                (left + 0.01 * longest) * scale, place, bar.said, va="center", fontsize=8,
+                color=_WRONG if bar.wrong else _INK,
+            )  # fmt: skip
+        panel.set_xlim(0, 1.4 * longest * scale)
+        _tidy(panel, name, [bar.label for bar in bars], unit)
+    _legend(figure, axes, phases)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _base(paths: Sequence[PathRows]) -> PathRows | None:
+    return next((path for path in paths if path.label == BASELINE and path.used), None)
+
+
+_RATIOS: tuple[tuple[str, str, str, Callable[[CompareRecord], float | None]], ...] = (
+    ("pause", "#3b6ea5", "o", lambda row: row.pause_s),
+    ("pause without relaunch", "#3b6ea5", "D", lambda row: without_relaunch(row, row.pause_s)),
+    ("total", "#d9a441", "o", lambda row: row.total_s),
+    ("total without relaunch", "#d9a441", "D", lambda row: without_relaunch(row, row.total_s)),
+)
+
+
+def _ratios(tables: Mapping[tuple[Origin, str], Sequence[PathRows]]) -> Canvas:
+    """A panel a change: each path's pause and total over those of the path in memory, on a logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    shown = [(key, [path for path in paths if path.used]) for key, paths in tables.items()][:_MOST_PANELS]
+    figure, axes = _canvas([len(paths) for _, paths in shown], 6.4, _PANELS_A_LINE)
+    for panel, ((origin, name), paths) in zip(axes, shown, strict=False):
+        base = _base(paths)
+        seen = [1.0]
+        for label, colour, marker, of in _RATIOS:
+            against = None if base is None else base.figure(of)
+            points = [(place, _over(path.figure(of), against)) for place, path in enumerate(paths)]
+            good = [(place, ratio) for place, ratio in points if ratio is not None]
+            shift = -0.16 if label.startswith("pause") else 0.16
+            panel.plot(
+                [ratio for _, ratio in good], [place + shift for place, _ in good], linestyle="", marker=marker,
+                color=colour, markerfacecolor="none" if marker == "D" else colour, markersize=6, label=label,
+            )  # fmt: skip
+            seen += [ratio for _, ratio in good]
+            if marker == "o":
+                for place, ratio in good:
+                    panel.annotate(
+                        f"{ratio:.3g}x", (ratio, place + shift), xytext=(7, 0), textcoords="offset points", fontsize=7,
+                        va="center", color=_INK,
+                    )  # fmt: skip
+        panel.set_xscale("log")
+        panel.set_xlim(min(seen) / 1.6, max(seen) * 2.2)
+        panel.axvline(1, color=_INK, linewidth=1, linestyle="--")
+        wide = max(seen) / min(seen) > 30
+        panel.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        labels = [path.label + (f"\n{path.on}" if path.on != NONE else "") for path in paths]
+        _tidy(panel, _title(name, origin), labels, f"time over that of {BASELINE}, log scale")
+    _legend(figure, axes, [label for label, *_ in _RATIOS])
+    figure.suptitle(f"Time of every path over {BASELINE}", fontsize=11)
+    return figure
+
+
+def _over(found: Figure | None, base: Figure | None) -> float | None:
+    return None if found is None or base is None or not base.middle or found.middle <= 0 else found.middle / base.middle
+
+
+def _legend(figure: Canvas, panels: Sequence[Any], order: Sequence[str]) -> None:
+    """One legend below all panels; a label that stands in several of them stands once."""
+    handles: dict[str, Any] = {}
+    for panel in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    names = [name for name in order if name in handles]
+    figure.legend(
+        [handles[name] for name in names], names, loc="outside lower center", ncols=6, fontsize=8, frameon=False
+    )
+
+
+def _save(figure: Canvas, path: Path) -> None:
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,169 @@
+"""What ``report`` reads: kept results, how each was made, and which of their rows may stand in one table.
+
+``sources, notes = read_sources([Path("results/a2f3b263b63e")])`` finds the files of rows; ``origin_of(row)`` says where
+a row was measured: rows of two origins never share a table. Offline, no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relaymeter.compare_records import CompareRecord
+from relaymeter.errors import InputError, NothingMeasured
+from relaymeter.records import MoveRecord, dump_json, read_input
+from relaymeter.row_files import read_rows
+from relaymeter.state_records import OffloadRecord, StateRecord
+from relaymeter.units import counted
+from relaymeter.validation_records import KINDS as VALIDATION_KINDS
+
+__all__ = ["AnyRow", "How", "Origin", "Source", "origin_of", "read_sources"]
+
+AnyRow = MoveRecord | StateRecord | OffloadRecord | CompareRecord
+_ROWS, _HOW = "rows.jsonl", "how.txt"
+#: Kinds of rows that have a report of their own, and the command whose report it is.
+_OTHERS: Mapping[str, str] = {
+    **dict.fromkeys(VALIDATION_KINDS, "validate, whose report.md lies beside them"),
+    **dict.fromkeys(("soak", "soak-rank", "soak-run"), "soak, which has no tables here"),
+}
+
+
+@dataclass(frozen=True)
+class How:
+    """What a ``how.txt`` says."""
+
+    command: str
+    """The command line that made the rows."""
+    facts: tuple[tuple[str, str], ...]
+    """Versions and machine, by name."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of rows."""
+
+    path: Path
+    """The file."""
+    rows: tuple[AnyRow, ...]
+    """Its rows, without those that an earlier file has too."""
+    how: How | None
+    """What lies beside it; None: nothing does."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it: the kept folder, or the file."""
+        return self.path.parent.name if self.path.name == _ROWS and self.how is not None else self.path.name
+
+
+@dataclass(frozen=True, order=True)
+class Origin:
+    """Where rows were measured."""
+
+    machine_id: str
+    commit: str
+    """``unknown`` outside a checkout."""
+    shaped: bool
+    simulated: str
+    """The simulated cluster; empty: real ranks moved."""
+    mismatch: tuple[str, ...] = ()
+    """Where the profile that priced them is another machine's."""
+
+    @property
+    def text(self) -> str:
+        """For a caption."""
+        dirty = " (the tree differed from the commit)" if self.commit.endswith("-dirty") else ""
+        where = f"simulated: {self.simulated}" if self.simulated else "shaped NICs" if self.shaped else "unshaped"
+        odd = f", prices of another machine's profile ({', '.join(self.mismatch)} differ)" if self.mismatch else ""
+        return f"commit {self.commit}{dirty}, machine {self.machine_id}, {where}{odd}"
+
+
+def origin_of(row: AnyRow) -> Origin:
+    """Where ``row`` was measured."""
+    return Origin(
+        machine_id=row.machine_id,
+        commit=row.commit or "unknown",
+        shaped=row.shaped,
+        simulated=(row.simulated or "") if isinstance(row, MoveRecord) else "",
+        mismatch=row.profile_mismatch if isinstance(row, MoveRecord) else (),
+    )
+
+
+def read_sources(paths: Sequence[Path]) -> tuple[tuple[Source, ...], tuple[str, ...]]:
+    """The files of rows in ``paths``, folders (kept results, or folders of them) or files, and what was left out.
+
+    Raises InputError where a path is missing or a file is no file of rows, NothingMeasured where no row is left.
+    """
+    sources: list[Source] = []
+    notes: list[str] = []
+    seen: dict[str, Path] = {}
+    for path in _files(paths, notes):
+        kind = _kind(path)
+        if kind is not None and kind in _OTHERS:
+            notes.append(f"left out: {path}: rows of {_OTHERS[kind]}")
+            continue
+        rows: list[AnyRow] = []
+        twice: dict[Path, int] = {}
+        for row in read_rows(path):
+            if not isinstance(row, AnyRow):
+                raise InputError(f"records {path}: rows of {type(row).__name__} have no table: leave the file out")
+            text = dump_json(row.to_dict(), indent=None)
+            first = seen.setdefault(text, path)
+            if first != path:
+                twice[first] = twice.get(first, 0) + 1
+            else:
+                rows.append(row)
+        notes += [f"{counted(n, 'row')} of {path} stand in {first} too: counted once" for first, n in twice.items()]
+        sources.append(Source(path, tuple(rows), _how(path.parent / _HOW)))
+    if not any(source.rows for source in sources):
+        told = "; ".join(notes)
+        raise NothingMeasured(f"no rows in {', '.join(map(str, paths))}{': ' * bool(told)}{told}: make some with "
+                              "relaymeter run --results DIR")  # fmt: skip
+    return tuple(source for source in sources if source.rows), tuple(notes)
+
+
+def _files(paths: Sequence[Path], notes: list[str]) -> list[Path]:
+    """The files of rows, each once."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        try:
+            is_folder, is_there = path.is_dir(), path.exists()
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        if not is_there:
+            raise InputError(f"{path} does not exist: name a folder that --results kept, or a file of rows")
+        inside = sorted(path.rglob(_ROWS)) if is_folder else [path]
+        inside = [one for one in inside if not any(part.startswith(".relaymeter-") for part in one.parts)]
+        if not inside:
+            why = "a report" if (path / "report.md").is_file() else f"no {_ROWS} in it"
+            notes.append(f"left out: {path}: {why}")
+        for one in inside:
+            found.setdefault(one.resolve(), one)
+    return list(found.values())
+
+
+def _kind(path: Path) -> str | None:
+    """The kind that the first row says."""
+    first = read_input(path, "records").partition("\n")[0]
+    try:
+        entry = json.loads(first) if first.strip() else None
+    except (ValueError, RecursionError):
+        return None
+    kind = entry.get("kind") if isinstance(entry, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _how(path: Path) -> How | None:
+    """The command in the first line (which may hold line breaks, quoted), then ``name: value`` lines."""
+    if not path.is_file():
+        return None
+    command: list[str] = []
+    facts: list[tuple[str, str]] = []
+    for line in read_input(path, "how the results were made,").splitlines():
+        name, colon, value = line.partition(": ")
+        if command and colon and name.replace("_", "").isalnum() and name.islower():
+            facts.append((name, value))
+        else:
+            command.append(line)
+    return How("\n".join(command), tuple(facts))

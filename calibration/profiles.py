@@ -102,6 +102,9 @@ class Profile:
     hints: tuple[Mapping[str, Any], ...] = ()
     """What each rank was seen to be (host, NUMA, GPU, NICs), which measured classes confirm or contradict; see
     ``hints.RankHints``."""
+    paths: Mapping[str, Any] | None = None
+    """What a change costs by other paths than the network (``calibrate --paths``), as ``harness.calibrate_paths``
+    writes it: ``costs``, which ``policies.path_costs`` fits and reads, and ``rows``, what they were fitted to."""
 
     @property
     def simulated(self) -> str | None:
@@ -185,6 +188,7 @@ class Profile:
             "sharing": [asdict(found) for found in self.sharing],
             "cells": [cell.to_dict() for cell in self.cells],
             "pack_cells": [cell.to_dict() for cell in self.pack_cells],
+            **({} if self.paths is None else {"paths": dict(self.paths)}),
         }
 
     def to_json(self) -> str:
@@ -266,6 +270,7 @@ def _read(entry: Mapping[str, Any], place: str) -> Profile:
             pack_cells=tuple(PackCell.from_dict(cell) for cell in entry["pack_cells"]),
             sharing=tuple(Sharing(**found) for found in entry["sharing"]),
             hints=tuple(entry["hints"]),
+            paths=None if entry.get("paths") is None else dict(entry["paths"]),
         )
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"profile {place} is incomplete ({type(error).__name__}: {error}): calibrate again") from error

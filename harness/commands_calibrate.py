@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -16,8 +17,9 @@ from relaymeter.calibration.check import DRIFT, CheckResult, SpotResult, check_c
 from relaymeter.calibration.profiles import Profile, differences, from_json
 from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.calibration.profiles import save as save_profile
-from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK, InputError, NothingMeasured
+from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK, EXIT_WRONG_BITS, InputError, NothingMeasured
 from relaymeter.harness import emit
+from relaymeter.harness.calibrate_paths import check_paths, measure_paths, refuse_paths
 from relaymeter.harness.commands_ranks import (
     asked_cluster,
     check_targets,
@@ -27,6 +29,7 @@ from relaymeter.harness.commands_ranks import (
     work_together,
 )
 from relaymeter.harness.commands_simulated import calibrated, first_line, refuse_rank_options, simulated_executors
+from relaymeter.harness.compare_change import INTERRUPTED
 from relaymeter.harness.config import check as check_config
 from relaymeter.harness.jobs import CalibrateJob, CheckJob, ClusterConfig
 from relaymeter.harness.launch import already_in_world
@@ -46,6 +49,7 @@ _CHECK_SCHEMA = 1
 
 def calibrate(args: argparse.Namespace) -> int:
     """Measure and write the profile, or check one. Returns the exit code."""
+    refuse_paths(args, already_in_world())
     return _check(args) if args.check is not None else _calibrate(args)
 
 
@@ -62,6 +66,8 @@ def _calibrate(args: argparse.Namespace) -> int:
     hint = already_in_world()
     cluster = None if hint else shapeable(_several(asked_cluster(args, ClusterConfig(nodes=2, ranks_per_node=2))), out)
     check_world(args, hint)
+    if args.paths and cluster is not None:
+        check_paths(args, cluster)
     job = CalibrateJob(
         executor=args.executor,
         quick=args.quick,
@@ -73,7 +79,15 @@ def _calibrate(args: argparse.Namespace) -> int:
     code, result = work_together(job, cluster, hint, out)
     if result is None or code != EXIT_OK:
         return code
-    return _keep(args, from_json(result, "of this calibration"), out)
+    profile = from_json(result, "of this calibration")
+    if args.paths and cluster is not None:
+        code, paths = measure_paths(args, cluster, profile, out)
+        if code in (*INTERRUPTED, EXIT_WRONG_BITS):
+            return code
+        profile = replace(profile, paths=paths)
+        if paths is None:
+            profile = replace(profile, warnings=(*profile.warnings, "paths were not measured: calibrate again"))
+    return _keep(args, profile, out) or code
 
 
 def _calibrate_simulated(args: argparse.Namespace) -> int:

@@ -1,16 +1,18 @@
 """``plan``: planned on metadata for any topology and planner, priced where a profile is given.
 
-With a profile it also says which route wins from which block size and number of nodes on; ``--out`` writes what ``run``
-can run. No ranks, no torch, no GPU.
+With a profile it also says which route wins from which block size and number of nodes on, and with costs of paths in it
+which path from which state on; ``--out`` writes what ``run`` can run. No ranks, no torch, no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from relaymeter.calibration.profiles import Profile
 from relaymeter.calibration.profiles import load as load_profile
-from relaymeter.harness import emit, emit_plan
+from relaymeter.harness import emit, emit_paths, emit_plan
 from relaymeter.harness.commands_ranks import check_targets
+from relaymeter.harness.compare_prices import path_costs_of
 from relaymeter.harness.moves import plan_scenario, planners_of, select_moves
 from relaymeter.harness.offline import (
     asked_executors,
@@ -24,6 +26,7 @@ from relaymeter.harness.offline import (
 )
 from relaymeter.harness.plan_file import PlanFile, RoutedMove, save_plan
 from relaymeter.harness.scenario import load_scenario
+from relaymeter.policies.path_scaling import PathScaling, find_path_scaling
 from relaymeter.policies.scaling import find_scaling
 from relaymeter.records import check_target
 from relaymeter.relayout.topology import Topology
@@ -56,11 +59,29 @@ def plan(args: argparse.Namespace) -> int:
         out.table(emit_plan.scaling_table(scaling))
         for line in emit_plan.scaling_lines(scaling):
             out.say(line)
+    paths = _paths(args, profile, executors[0], out)
     found = document(args.command, scenario.name, topology, profile, (), executors, priced)
-    out.json({**found, "scaling": None if scaling is None else scaling.to_dict()})
+    tables = {"scaling": scaling, "paths": paths}
+    out.json({**found, **{name: None if one is None else one.to_dict() for name, one in tables.items()}})
     if args.out is not None:
         routed = tuple(RoutedMove.of(move, priced.choices[number]) for number, move in enumerate(moves))
         made = PlanFile(scenario, topology, args.planner, args.executor, routed, stamp(profile))
         save_plan(made, args.out, force=args.force)
         out.say(f"plan: {args.out} (run it with relaymeter run --plan {args.out})")
     return out.exit_code
+
+
+def _paths(args: argparse.Namespace, profile: Profile | None, executor: str, out: emit.Output) -> PathScaling | None:
+    """Print which path wins, where the profile has costs of paths; None where it has none, or nothing to price."""
+    costs = None if profile is None else path_costs_of(profile)
+    if profile is None or costs is None or executor not in profile.executors:
+        return None
+    nodes, ranks_per_node = args.topology
+    found = find_path_scaling(profile, costs, nodes, ranks_per_node, args.nic_per, executor)
+    if not found.cells:
+        return None
+    out.say()
+    out.table(emit_paths.path_table(found))
+    for line in emit_paths.path_lines(found):
+        out.say(line)
+    return found

@@ -21,7 +21,7 @@ from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError, RelaymeterError
 from relaymeter.harness import emit
 from relaymeter.harness.jobs import ClusterConfig, Job, dump
-from relaymeter.harness.launch import ClusterSpec, WorldHint, launch
+from relaymeter.harness.launch import ClusterSpec, WorldHint, launch, visible_gpus
 from relaymeter.records import dump_json, load_json, write_text
 
 __all__ = [
@@ -143,9 +143,15 @@ def _spec(cluster: ClusterConfig) -> ClusterSpec:
 
 
 def shapeable(cluster: ClusterConfig, out: emit.Output) -> ClusterConfig:
-    """The cluster, or, where this machine makes no box, the same nodes on loopback, unshaped, said aloud."""
+    """The cluster, or, where this machine makes no box, the same nodes on loopback, unshaped, said aloud. Nor are ranks
+    with a GPU each put into network namespaces where nothing has to be shaped: NCCL's own connections inside a node
+    would not pass them."""
     from relaymeter.harness.box import capability
 
+    ranks = cluster.nodes * cluster.ranks_per_node
+    if cluster.nic_rate_bytes_per_s is None and len(visible_gpus(os.environ)) >= ranks:
+        out.say("a GPU for each rank and no --nic: ranks run on loopback, with nodes only declared")
+        return cluster.model_copy(update={"shape": False})
     reason = capability()
     if reason is None:
         return cluster

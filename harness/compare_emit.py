@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from relaymeter.compare_records import PHASES, CompareRecord
+from relaymeter.harness.compare_prices import error_text
 from relaymeter.harness.emit import NONE, simple_table, size_text, time_text
 
 __all__ = ["comparison_lines", "comparison_tables", "row_text"]
@@ -36,17 +37,21 @@ def comparison_tables(rows: Sequence[CompareRecord]) -> list[Table]:
         mine = [row for row in rows if row.change == change]
         first = mine[0]
         launches = len({row.launch for row in mine})
+        priced = any(row.predicted_pause_s is not None for row in mine)
         table = simple_table(
             f"{change}: {first.source} -> {first.destination}, {size_text(first.state_bytes)} of state",
             [("path", "whole"), ("checkpoint on", "whole"), *((name, "right") for name, _ in _COLUMNS),
-             ("pause", "right"), ("ratio", "right"), ("without\nrelaunch", "right"), ("ratio", "right"),
+             ("pause", "right"), *([("priced", "right"), ("error", "right")] if priced else []), ("ratio", "right"),
+             ("state\nonly", "right"), ("ratio", "right"),
              ("digests\nequal", "right")],
-            caption="pause: how long training stands still; without relaunch: what only moves the state, plan "
-            f"included; ratio: over the move in memory; {_launches(launches)}",
+            caption="pause: how long training stands still; state only: without relaunch, imports and build; "
+            "ratio: over the move in memory; "
+            + ("priced: by the profile's costs of paths; " if priced else "")
+            + _launches(launches),
         )  # fmt: skip
         base = [row for row in mine if row.path == _IN_MEMORY and row.ok]
         for rows_of_line in _lines(mine):
-            table.add_row(*_cells(rows_of_line, base))
+            table.add_row(*_cells(rows_of_line, base, priced))
         tables.append(table)
     return tables
 
@@ -62,12 +67,12 @@ def _lines(rows: Sequence[CompareRecord]) -> list[list[CompareRecord]]:
     return list(found.values())
 
 
-def _cells(rows: Sequence[CompareRecord], base: Sequence[CompareRecord]) -> list[str]:
+def _cells(rows: Sequence[CompareRecord], base: Sequence[CompareRecord], priced: bool) -> list[str]:
     first = rows[0]
     place = NONE if first.storage is None else first.storage + (f", {first.cache}" if first.cache else "")
     timed = [row for row in rows if row.pause_s is not None]
     if not timed:
-        return [first.path, place, first.verdict, *[""] * (len(_COLUMNS) + 4)]
+        return [first.path, place, first.verdict, *[""] * (len(_COLUMNS) + (6 if priced else 4))]
 
     def median(read: Callable[[CompareRecord], float | None]) -> float | None:
         values = [value for value in map(read, timed) if value is not None]
@@ -82,9 +87,10 @@ def _cells(rows: Sequence[CompareRecord], base: Sequence[CompareRecord]) -> list
         return NONE if not ours or theirs is None else f"{theirs / statistics.median(ours):.3g}x"
 
     passed, total = sum(row.digest_passed for row in rows), sum(row.digest_total for row in rows)
+    pause, predicted = median(lambda row: row.pause_s), median(lambda row: row.predicted_pause_s)
     return [
-        first.path, place, *(column(names) for _, names in _COLUMNS),
-        time_text(median(lambda row: row.pause_s)), ratio(lambda row: row.pause_s),
+        first.path, place, *(column(names) for _, names in _COLUMNS), time_text(pause),
+        *([time_text(predicted), error_text(predicted, pause)] if priced else []), ratio(lambda row: row.pause_s),
         time_text(median(lambda row: row.transfer_s)), ratio(lambda row: row.transfer_s),
         f"{passed}/{total}" + ("" if passed == total else " WRONG"),
     ]  # fmt: skip

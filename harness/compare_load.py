@@ -57,7 +57,8 @@ def run_load_job(job: CompareLoadJob, world: World, say: Any) -> Iterator[dict[s
             cached = "" if load.cache is None else f", {load.cache} page cache"
             say(f"  {load.path}: loading from {load.storage}{cached}")
             fault = job.fault if number == 0 else None
-            cell = taken(partial(_load, job, load, ends, change, world, fault))
+            where = f"{load.path} from {load.storage} ({load.cache})"
+            cell = taken(world, where, partial(_load, job, load, ends, change, world, fault))
             result["cells"].append({"path": load.path, "storage": load.storage, "cache": load.cache, **cell})
             yield result
 
@@ -70,7 +71,7 @@ def _load(
     with clock.phase("build"):
         made = ends.destination(UNIVERSAL if load.path == "universal" else None)
     try:
-        if load.cache == "cold" and world.rank == 0:
+        if load.cache == "cold" and world.local_rank == 0:
             drop(Path(load.folder))
         with clock.phase("load"):
             if load.path == "universal":

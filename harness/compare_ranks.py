@@ -27,7 +27,7 @@ from relaymeter.harness.paths.dcp import save_dcp, save_tensors
 from relaymeter.harness.paths.gather_state import gather_training_state, gather_weights
 from relaymeter.harness.paths.universal import UniversalRefused, save_universal
 from relaymeter.harness.state_engines import quiet
-from relaymeter.harness.world import World, watching
+from relaymeter.harness.world import World, tell_by_store, watching
 from relaymeter.relayout.announce import Assembly
 from relaymeter.relayout.engines import weights_storage
 from relaymeter.relayout.execute import Mover
@@ -45,6 +45,8 @@ Say = Callable[[str], None]
 Cell = dict[str, Any]
 #: A rank that builds an engine on a busy machine may be silent longer than one that moves, in seconds.
 _LOST_AFTER_S = 25.0
+#: After one rank is done with a path all others must be, within so many seconds.
+_ALIKE_S = 120.0
 #: Why weights alone do not go through a universal checkpoint.
 NO_TRAINING_STATE = (
     "DeepSpeed loads a universal checkpoint into training engines only, and copies for inference are none"
@@ -76,6 +78,7 @@ def run_save_job(job: CompareSaveJob, world: World, say: Say) -> Iterator[dict[s
             )
         digests = {name: every[0] for name, every in copies.items() if every}
         result: dict[str, Any] = {
+            "nodes": world.topology.nodes,
             "digests": digests,
             "state_bytes": _state_bytes(source, weights_only=change.destination is None),
             "cells": [],
@@ -88,14 +91,15 @@ def run_save_job(job: CompareSaveJob, world: World, say: Say) -> Iterator[dict[s
 
             fault = job.fault if path == job.paths[0] else None
             once = partial(make, job, world, heartbeat, ends, change, source)
-            cells.append({"path": path, "storage": None, **taken(partial(_proved, once, digests, change, fault))})
+            work = partial(_proved, once, digests, change, fault)
+            cells.append({"path": path, "storage": None, **taken(world, path, work)})
             yield result
         for storage, folder in job.folders.items():
             for path in ("dcp", "universal"):
                 if path in job.paths:
                     say(f"  {path}: saving to {storage}")
                     save = partial(_save, path, change, source, str(Path(folder) / path))
-                    cells.append({"path": path, "storage": storage, **taken(save)})
+                    cells.append({"path": path, "storage": storage, **taken(world, f"{path} on {storage}", save)})
                     yield result
         yield result
 
@@ -129,29 +133,28 @@ def import_all(model: str, world: World) -> None:
             importlib.import_module(name)
 
 
-def taken(path: Callable[[], Cell]) -> Cell:
-    """What ``path`` gives, or why it cannot, or what failed, the same on every rank. Collective over the world.
+def taken(world: World, what: str, path: Callable[[], Cell]) -> Cell:
+    """What ``path`` gives, or why it cannot, or what failed, the same on every rank. Every rank of the world calls it,
+    once for each ``what``.
 
-    A refusal of DeepSpeed's checkpoints is a ``cannot``; any other error a failure. Raises RankLost and MoveTimeout.
+    A refusal of DeepSpeed's checkpoints is a ``cannot``; any other error a failure. Raises RankLost and MoveTimeout,
+    this one also where a rank failed alone, in the middle of what the others are still in.
     """
     found: Cell = {}
-    cannot = failed = ""
+    mine = ""
     try:
         found = path()
     except (RankLost, MoveTimeout):
         raise
     except UniversalRefused as error:
-        cannot = str(error)
+        mine = f"cannot {error}"
     except Exception as error:
-        failed = f"{type(error).__name__}: {error}"
+        mine = f"failed {type(error).__name__}: {error}"
         if not isinstance(error, InputError):
             traceback.print_exception(error)
-    told = Assembly().tell_all([cannot, failed])
-    failed = next((text for _, text in told if text), "")
-    cannot = next((text for text, _ in told if text), "")
-    if failed:
-        return {"failed": failed}
-    return {"cannot": cannot} if cannot else found
+    ends = [text.split(" ", 1) for text in tell_by_store(world, what, mine, _ALIKE_S) if text]
+    worst = max(ends, default=None)  # "failed" before "cannot"
+    return found if worst is None else {worst[0]: worst[1]}
 
 
 def strike(fault: Fault | None, made: Destination) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaymeter.compare_records import PHASES, CompareRecord
+from relaymeter.compare_records import PHASES, CompareRecord, pausing
 from relaymeter.harness.compare_config import CompareChange, CompareScenario
 from relaymeter.harness.jobs import RunStamp
 from relaymeter.relayout.digest import DIGEST_VERSION
@@ -21,8 +21,6 @@ __all__ = ["Told", "rows_of"]
 Cell = Mapping[str, Any]
 #: Phases that move nothing: the start of new processes, and the destination itself.
 _START = ("relaunch", "import", "build")
-#: What is done while training still runs, on paths that need no new processes.
-_BEFORE = ("plan", "build")
 _NOTES = {
     "universal": "frozen weights, buffers and micro_steps stay behind",
     "gather": "every rank holds each tensor whole while it is cut",
@@ -148,12 +146,11 @@ def _facts(path: str, cell: Cell) -> dict[str, Any]:
     phases: Mapping[str, float] = cell["phases"]
     found |= {f"{name}_s": phases.get(name) for name in PHASES}
     timed = {name: seconds for name, seconds in phases.items() if name != "digest"}
-    before = _BEFORE if "relaunch" not in phases else ()
     passed, total = cell["digest_passed"], cell["digest_total"]
     good = 0 < total == passed
     return found | {
-        "pause_s": sum(seconds for name, seconds in timed.items() if name not in before),
-        "transfer_s": sum(seconds for name, seconds in timed.items() if name not in _START),
+        "pause_s": sum(phases[name] for name in pausing(phases)),
+        "transfer_s": sum(phases[name] for name in pausing(phases) if name not in _START),
         "total_s": sum(timed.values()),
         "digest_passed": passed,
         "digest_total": total,

@@ -43,6 +43,7 @@ __all__ = [
     "already_in_world",
     "launch",
     "verdict",
+    "visible_gpus",
 ]
 
 #: "NODE:NIC" of a rank that runs on loopback and only stands for a rank of that node.
@@ -424,7 +425,7 @@ def _environments(
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": "1",
     }
-    gpus = _gpus(inherited)
+    gpus = visible_gpus(inherited)
     if not gpus:
         shared["DS_ACCELERATOR"] = "cpu"
     environments = []
@@ -437,6 +438,8 @@ def _environments(
             own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + cluster.ranks_per_node])
         if places is None:
             own[PLACE_VARIABLE] = f"{node}:{rank if cluster.nic_per == 'rank' else node}"
+            if cluster.nodes > 1:  # declared nodes: NCCL too takes them for machines of their own, joined by sockets
+                own |= {"NCCL_HOSTID": f"{socket.gethostname()}-{node}", "NCCL_SOCKET_IFNAME": interface}
         else:
             own["NCCL_SOCKET_IFNAME"] = interface
         environments.append({**inherited, **shared, **own, **extra})
@@ -449,7 +452,7 @@ def _is_srun_task(env: Mapping[str, str]) -> bool:
     return step.isdigit() and int(step) < _SLURM_BATCH_STEP
 
 
-def _gpus(env: Mapping[str, str]) -> list[str]:
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
     """Names, for CUDA_VISIBLE_DEVICES, of the NVIDIA GPUs that a process of this environment sees."""
     present = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
     visible = env.get("CUDA_VISIBLE_DEVICES")

@@ -12,6 +12,7 @@ from relaymeter.harness.arguments import (
     named,
     seconds,
 )
+from relaymeter.harness.options_compare import storage
 
 __all__ = ["add_calibrate"]
 
@@ -45,6 +46,21 @@ def add_calibrate(commands: Commands) -> None:
         type=seconds,
         metavar="SECONDS",
         help="measuring time after which only what a price cannot do without is measured (default 60, with --quick 12)",
+    )
+    calibrate.add_argument(
+        "--paths",
+        action="store_true",
+        help="then also measure what the same change costs by gathering and through checkpoints (disk, conversion, "
+        "relaunch), on three small training states: about two minutes more with four ranks on two cores; "
+        "needs relaymeter[deepspeed]",
+    )
+    calibrate.add_argument(
+        "--storage",
+        type=storage,
+        action="append",
+        metavar="NAME=DIR",
+        help="with --paths: where checkpoints are written; may be given again (default disk=<the temporary folder> and "
+        "tmpfs=/dev/shm, as far as they are that)",
     )
     add_simulate(calibrate, "calibrate a simulated cluster, in this process, instead of ranks")
     add_ranks(calibrate, "", 600)

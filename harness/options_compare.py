@@ -7,7 +7,7 @@ import argparse
 from relaymeter.compare_records import PATHS
 from relaymeter.harness.arguments import Commands, add_command, add_output, add_ranks, count, fault, named
 
-__all__ = ["add_compare"]
+__all__ = ["add_compare", "storage"]
 
 
 def _paths(text: str) -> tuple[str, ...]:
@@ -18,7 +18,8 @@ def _paths(text: str) -> tuple[str, ...]:
     return names
 
 
-def _storage(text: str) -> tuple[str, str]:
+def storage(text: str) -> tuple[str, str]:
+    """``NAME=DIR`` of ``--storage``. Raises ArgumentTypeError."""
     name, equals, folder = text.partition("=")
     if not name or not equals or not folder:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIR, such as disk=/var/tmp")
@@ -51,11 +52,17 @@ def add_compare(commands: Commands) -> None:
     )
     compare.add_argument(
         "--storage",
-        type=_storage,
+        type=storage,
         action="append",
         metavar="NAME=DIR",
         help="where checkpoints are written; may be given again (default disk=<the temporary folder> and "
         "tmpfs=/dev/shm, as far as they are that)",
+    )
+    compare.add_argument(
+        "--profile",
+        type=named,
+        metavar="PROFILE",
+        help="also price every row with this profile, made here by calibrate --paths, and say how far off that is",
     )
     compare.add_argument(
         "--launches", type=count, default=1, metavar="N", help="independent launches of every change (default 1)"
@@ -66,6 +73,13 @@ def add_compare(commands: Commands) -> None:
         metavar="FILE",
         help="keep the rows of every finished change in FILE, and leave out what it holds already: after an "
         "interruption the same command goes on",
+    )
+    compare.add_argument(
+        "--work",
+        type=named,
+        metavar="DIR",
+        help="in a world that torchrun or another launcher has made: an empty folder that all nodes reach; the command "
+        "runs twice, with one --change, and the second time loads in new processes what the first saved there",
     )
     compare.add_argument(
         "--results", type=named, metavar="DIR", help="also keep rows and how they were made under DIR/<machine>/"

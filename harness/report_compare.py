@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from relaymeter.compare_records import PATHS, PHASES, CompareRecord
+from relaymeter.harness.compare_prices import error_text
 from relaymeter.harness.emit import NONE, time_text
 from relaymeter.harness.report_figures import (
     WRONG_BITS,
@@ -33,7 +34,7 @@ __all__ = ["BASELINE", "PathRows", "compare_section", "paths_of", "tables_of", "
 #: What every other path is held against.
 BASELINE = "in-memory"
 _COLUMNS = (
-    ("path", "left"), ("checkpoint on", "left"), ("launches", "right"), ("pause", "right"),
+    ("path", "left"), ("checkpoint on", "left"), ("launches", "right"), ("pause", "right"), ("priced", "right"),
     ("pause without relaunch", "right"), ("total", "right"), ("total without relaunch", "right"),
     ("state only", "right"), ("digests equal", "right"),
 )  # fmt: skip
@@ -42,6 +43,8 @@ _LEGEND = (
     "digest. without relaunch: less the start of new processes and their imports. state only: without relaunch, "
     f"imports and build. Behind a time its ratio to {BASELINE}."
 )
+
+_PRICED = " priced: the pause by a profile's costs of paths, and how far off that was."
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,16 @@ def without_relaunch(row: CompareRecord, seconds: float | None) -> float | None:
 
 def _pause(row: CompareRecord) -> float | None:
     return row.pause_s
+
+
+def _priced(path: PathRows) -> str:
+    """What a profile said of the pause, and its error."""
+    priced = [row for row in path.used if row.predicted_pause_s is not None]
+    found = figure(by_launch((row, row.predicted_pause_s) for row in priced))
+    measured = figure(by_launch((row, row.pause_s) for row in priced))
+    if found is None or measured is None:
+        return NONE
+    return f"{time_text(found.middle)}, {error_text(found.middle, measured.middle)}"
 
 
 def _total(row: CompareRecord) -> float | None:
@@ -137,7 +150,8 @@ def compare_section(scenario: str, rows: Sequence[CompareRecord], missing: Seque
             tables += [_times(title, origin, own), replace(_phases(title, origin, own), folded=len(mine) > 1)]
             lines += _summary(title, paths_of(own))
     if tables:
-        tables[0] = replace(tables[0], captions=(*tables[0].captions, _LEGEND))
+        legend = _LEGEND + (_PRICED if any(row.predicted_pause_s is not None for row in rows) else "")
+        tables[0] = replace(tables[0], captions=(*tables[0].captions, legend))
     return Section(f"{scenario}: paths of a change", tuple(lines), tuple(tables), tuple(missing))
 
 
@@ -215,7 +229,7 @@ def _times(title: str, origin: Origin, rows: Sequence[CompareRecord]) -> ReportT
         first = Cell(times[0]) if path.used else _standing(path)
         lines.append(cells(
             Cell(path.label, tuple(dict.fromkeys(row.note for row in path.rows if row.note))), path.on,
-            Cell(_count(path), _faults(path) if path.used else ()), first, *times[1:], _digests(path),
+            Cell(_count(path), _faults(path) if path.used else ()), first, _priced(path), *times[1:], _digests(path),
         ))  # fmt: skip
     table = ReportTable(title, _COLUMNS, tuple(lines), (_caption(origin, rows, paths),))
     return table.without_empty()

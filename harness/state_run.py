@@ -11,7 +11,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -29,7 +28,7 @@ from relaymeter.harness.state_engines import EngineGroups, EngineMaker, data_par
 from relaymeter.harness.state_models import samples
 from relaymeter.harness.state_rounds import run_rounds
 from relaymeter.harness.state_rows import leg_row, offload_row, refused_row
-from relaymeter.harness.world import World, watching
+from relaymeter.harness.world import World, tell_by_store, watching
 from relaymeter.relayout.guard import guarded
 from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.state_records import OffloadRecord, StateRecord
@@ -147,17 +146,10 @@ def _change(job: StateJob, world: World, context: StateContext, change: ChangeCo
 
 def _check_alike(world: World, key: str, refusal: Exception | None, what: str) -> None:
     """Wait for every rank at the end of ``what``. Raises MoveTimeout where some were refused and others do not end."""
-    keys = [f"relaymeter/change/{key}/{rank}" for rank in range(world.world_size)]
-    world.store.set(keys[world.rank], "done" if refusal is None else f"rank {world.rank}: {refusal}")
-    try:
-        world.store.wait(keys, timedelta(seconds=_ALIKE_S))
-    except (RuntimeError, ValueError) as error:
-        why = "" if refusal is None else f" (rank {world.rank} was refused: {refusal})"
-        raise MoveTimeout(f"the ranks did not end {what} together within {_ALIKE_S:g} s{why}") from error
-    ends = [world.store.get(name).decode() for name in keys]
-    refused = [end for end in ends if end != "done"]
-    if refused and len(refused) < len(ends):
-        raise InputError(f"{what} was refused by {len(refused)} of {len(ends)} ranks only: {refused[0]}")
+    mine = "" if refusal is None else f"rank {world.rank}: {refusal}"
+    refused = [end for end in tell_by_store(world, f"{what} ({key})", mine, _ALIKE_S) if end]
+    if refused and len(refused) < world.world_size:
+        raise InputError(f"{what} was refused by {len(refused)} of {world.world_size} ranks only: {refused[0]}")
 
 
 def _loss(engine: Any, training: TrainingConfig, geometry: Qwen3Geometry) -> torch.Tensor:

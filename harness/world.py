@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from relaymeter.errors import InputError, RankLost
+from relaymeter.errors import InputError, MoveTimeout, RankLost
 from relaymeter.harness.counters import (
     WireCounter,
     active_ports,
@@ -35,7 +35,17 @@ from relaymeter.harness.launch import PLACE_VARIABLE, already_in_world
 from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.relayout.topology import Topology
 
-__all__ = ["Identity", "Interface", "World", "choose_interface", "interfaces", "join", "topology_of", "watching"]
+__all__ = [
+    "Identity",
+    "Interface",
+    "World",
+    "choose_interface",
+    "interfaces",
+    "join",
+    "tell_by_store",
+    "topology_of",
+    "watching",
+]
 
 _IFNAME = "GLOO_SOCKET_IFNAME"
 _LINGER_S = 5.0
@@ -148,6 +158,20 @@ def watching(world: World, what: str, lost_after_s: float = 5.0) -> Heartbeat:
         world.store, world.rank, world.world_size,
         lost_after_s=lost_after_s, store_host=host, prefix=f"relaymeter/heartbeat/{what}",
     )  # fmt: skip
+
+
+def tell_by_store(world: World, key: str, value: str, limit_s: float) -> list[str]:
+    """The ``value`` of every rank, told over the store, so that it also works where one rank left a stretch of
+    collectives that others are still in. Every rank calls it, once for each ``key``. Raises MoveTimeout where some have
+    not come within ``limit_s``."""
+    keys = [f"relaymeter/told/{key}/{rank}" for rank in range(world.world_size)]
+    world.store.set(keys[world.rank], value or " ")  # the store takes no empty value
+    try:
+        world.store.wait(keys, timedelta(seconds=limit_s))
+    except (RuntimeError, ValueError) as error:
+        why = f" (here: {value})" if value else ""
+        raise MoveTimeout(f"the ranks did not end {key} together within {limit_s:g} s{why}") from error
+    return [world.store.get(name).decode().strip() for name in keys]
 
 
 def interfaces() -> tuple[Interface, ...]:

@@ -31,6 +31,7 @@ from relaymeter.relayout.transport import (
     EXECUTORS,
     MAX_MESSAGE_BYTES,
     Waiter,
+    connect_all,
     control_device,
     exchange_flat,
     exchange_messages,
@@ -142,6 +143,7 @@ class RoundRunner(ABC):
                 deadline=deadline,
                 poll=self._poll,
             )
+            connect_all(self._group, deadline=deadline, poll=self._poll)
         self._agreed = True
 
     def run(self) -> MoveTiming:

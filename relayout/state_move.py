@@ -52,6 +52,7 @@ from relaymeter.relayout.training_state import (
     refuse_other_model,
     training_storages,
 )
+from relaymeter.relayout.transport import connect_all
 
 __all__ = ["StateMoveReport", "StateMoveTiming", "TrainingStateMove"]
 
@@ -158,6 +159,7 @@ class TrainingStateMove:
         if planner not in ("classes", "affine"):
             raise InputError(f"planner {planner!r} is not one of classes, affine")
         with self._together("reading the engines") as ranks:
+            connect_all(group, deadline=ranks.deadline, poll=ranks.poll)
             same = source_engine is not None and source_engine is destination_engine
             ranks.refuse(InputError("source and destination are one engine: give two") if same else None)
             self._state = read_together(source_engine, "source", ranks, time_limit_s=time_limit_s)

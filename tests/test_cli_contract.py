@@ -23,10 +23,10 @@ OUTPUT = {"--json", "--force"}
 PRICING = {"--scenario", "--move", "--bucket-bytes"}
 SURFACE = {
     "calibrate": {"--out", "--check", "--simulate", "--allow-mismatch", "--executor", "--quick", "--budget"}
-    | RANKS | OUTPUT,
+    | {"--paths", "--storage"} | RANKS | OUTPUT,
     "choose": {"--profile", "--simulate", "--executor", "--allow-mismatch", "--out", "--format"} | PRICING | OUTPUT,
-    "compare": {"--scenario", "--change", "--paths", "--storage", "--launches", "--journal", "--results"}
-    | RANKS | OUTPUT,
+    "compare": {"--scenario", "--change", "--paths", "--storage", "--launches", "--journal", "--work", "--results"}
+    | {"--profile"} | RANKS | OUTPUT,
     "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
     "run": {
         "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",
@@ -148,6 +148,24 @@ BAD = {
     ),
     "a quick check": (["calibrate", "--check", "none.json", "--quick"], "--quick does not apply to --check"),
     "a budget of a check": (["calibrate", "--check", "p.json", "--budget", "3"], "--budget does not apply to --check"),
+    "paths of a check": (
+        ["calibrate", "--check", "none.json", "--paths"], "--paths does not apply to --check, which measures exchanges",
+    ),
+    "paths of a simulated cluster": (
+        ["calibrate", "--out", "p.json", "--simulate", "box-rank-nics", "--paths"],
+        "--paths starts processes that train, which a simulated cluster has none of: leave one of the two out",
+    ),
+    "a storage without paths": (
+        ["calibrate", "--out", "p.json", "--storage", "disk=."], "--storage says where --paths writes checkpoints",
+    ),
+    "a storage of paths that is none": (
+        ["calibrate", "--out", "p.json", "--paths", "--storage", "disk=nowhere"],
+        "--storage disk=nowhere: no folder that can be written",
+    ),
+    "prices of paths without any": (
+        ["compare", "--profile", "elsewhere.json"],
+        "profile elsewhere.json has no costs of paths: make one with relaymeter calibrate --paths --out FILE",
+    ),
     "a check of nothing": (["calibrate", "--check", "none.json"], "cannot read profile none.json"),
     "a check of another machine": (
         ["calibrate", "--check", "elsewhere.json"], "elsewhere.json was made elsewhere (cpu: profile abacus, here",

@@ -24,7 +24,7 @@ PURE = (
         f"policies/{name}"
         for name in ("price", "choose", "thresholds", "fixed", "policy", "policy_file", "replicas", "scaling")
     ),
-    *(f"policies/{name}" for name in ("policy_python", "reach", "regret")),
+    *(f"policies/{name}" for name in ("path_costs", "path_scaling", "policy_python", "reach", "regret")),
     "calibration/profiles",
     *(f"calibration/{name}" for name in ("check", "fingerprint", "hashes", "hints", "sanity")),
     *(f"calibration/{name}" for name in ("labels", "soak_plan", "wrong_bytes")),
@@ -37,7 +37,7 @@ PURE = (
     *(f"harness/validate_{name}" for name in ("bars", "candidates", "figures", "plots", "report")),
     *(f"harness/validate_{name}" for name in ("agenda", "batches", "cases", "flows", "measure", "mixes", "moves")),
     *(f"harness/validate_{name}" for name in ("routes", "rows", "run")),
-    "harness/commands_report",
+    *(f"harness/{name}" for name in ("commands_report", "compare_prices", "emit_paths")),
     *(f"harness/report_{name}" for name in ("compare", "document", "figures", "files", "frame", "markdown", "missing")),
     *(f"harness/report_{name}" for name in ("moves", "plots", "sources", "states", "tables")),
 )

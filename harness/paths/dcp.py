@@ -123,7 +123,7 @@ def save_dcp(
     prepared = time.perf_counter()
     planner = LayoutSavePlanner(layout, rank, {_ENTRY: _pack(state)})
     with _failing_together(f"saving to {path} fails; what lies there is no checkpoint, give an empty folder", group):
-        metadata = save(
+        save(
             local_state(layout, held),
             storage_writer=FileSystemWriter(path, sync_files=sync, overwrite=False),
             planner=planner,
@@ -138,7 +138,7 @@ def save_dcp(
         write_s=end - planner.planned,
         total_s=end - begin,
         tensor_bytes=planner.tensor_bytes,
-        file_bytes=planner.file_bytes(metadata),
+        file_bytes=sum(file.stat().st_size for file in path.glob(f"__{rank}_*")),
     )
 
 

@@ -162,10 +162,6 @@ class LayoutSavePlanner(DefaultSavePlanner):
             for index, row in self._rows.items()
         )
 
-    def file_bytes(self, metadata: Metadata) -> int:
-        """Bytes that this rank wrote into its file, framing of chunks included."""
-        return sum(metadata.storage_data[item.index].length for item in self.plan.items)
-
 
 class LayoutLoadPlanner(DefaultLoadPlanner):
     """Reads the tensors of a layout into this rank's storages. Keys of the state dict that the layout does not have

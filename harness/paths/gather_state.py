@@ -36,6 +36,7 @@ from relaymeter.relayout.training_state import (
     refuse_other_model,
     training_storages,
 )
+from relaymeter.relayout.transport import control_device
 
 __all__ = ["GatherTimes", "gather_training_state", "gather_weights"]
 
@@ -64,7 +65,8 @@ class _Source:
     def whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, part: torch.Tensor | None) -> torch.Tensor:
         """The tensor of ``shape`` on every rank; ``part``: this data-parallel group's of it, None outside the engine.
         Collective over the world."""
-        found = torch.empty(shape, dtype=dtype) if part is None else self._joined(name, part).contiguous()
+        empty = torch.empty(shape if part is None else (), dtype=dtype, device=control_device())
+        found = empty if part is None else self._joined(name, part).contiguous()
         if len(self.config.ranks) < dist.get_world_size():
             dist.broadcast(found, self.config.ranks[0])
         return found

@@ -6,11 +6,13 @@ does not do has no seconds (null). Numbers carry their unit in their name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from relaymeter.state_records import BaseRecord
 
-__all__ = ["PATHS", "PHASES", "CompareRecord"]
+__all__ = ["PATHS", "PHASES", "CompareRecord", "pausing"]
 
 #: Paths in the order in which a table has them.
 PATHS = ("in-memory", "gather", "dcp", "universal", "megatron")
@@ -18,6 +20,17 @@ PATHS = ("in-memory", "gather", "dcp", "universal", "megatron")
 PHASES = (
     "plan", "move", "gather", "slice", "save", "convert", "relaunch", "import", "build", "load", "refresh", "digest",
 )  # fmt: skip
+#: What is done while training still runs, on paths that need no new processes.
+_BEFORE = ("plan", "build")
+#: Fields that rows of earlier versions do not have.
+_ADDED = ("predicted_pause_s",)
+
+
+def pausing(phases: Iterable[str]) -> tuple[str, ...]:
+    """Of the phases of a path, by name, those during which training stands still. Pure."""
+    names = tuple(phases)
+    before = _BEFORE if "relaunch" not in names else ()
+    return tuple(name for name in names if name != "digest" and name not in before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +91,12 @@ class CompareRecord(BaseRecord):
     """How long training stands still: all phases but the digest; without plan and build where the destination is built
     and planned for while training runs."""
     transfer_s: float | None = None
-    """What only moves the state: all phases but relaunch, import, build and digest."""
+    """What of the pause only moves the state: it without relaunch, import and build."""
     total_s: float | None = None
     """All phases but the digest."""
+    predicted_pause_s: float | None = None
+    """What a profile's costs of paths said of ``pause_s``; None without a profile, or where it has none for this path
+    over this storage."""
     written_bytes: int | None = None
     """Bytes of the files of the checkpoint, in the form that is loaded."""
     digest_version: int
@@ -106,3 +122,7 @@ class CompareRecord(BaseRecord):
         found = {name: getattr(self, f"{name}_s") for name in PHASES}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> CompareRecord:
+        """The row that ``to_dict`` wrote, here or in a version without prices. Raises InputError as others do."""
+        return super().from_dict({**dict.fromkeys(_ADDED), **entry})

@@ -143,9 +143,7 @@ class MoveRecord:
         Raises InputError for another version and for unknown or missing fields.
         """
         if "kind" in entry:
-            raise InputError(
-                f"record of kind {entry['kind']!r} is no move of weights: row_files.read_rows reads it"
-            )
+            raise InputError(f"record of kind {entry['kind']!r} is no move of weights: row_files.read_rows reads it")
         version = entry.get("schema_version")
         if version not in (1, 2, SCHEMA_VERSION):
             raise InputError(f"record of schema_version {version!r}: this version reads 1 to {SCHEMA_VERSION}")

@@ -196,4 +196,3 @@ class OffloadRecord(BaseRecord):
     """``ok``, ``wrong bits``, ``failed``, ``not offered`` or ``not applicable``."""
     ok: bool
     """Whether nothing is wrong: also where DeepSpeed does not offer it, or it does not apply."""
-

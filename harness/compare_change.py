@@ -1,0 +1,187 @@
+"""One change by every path, as ``compare`` and ``calibrate --paths`` make it: worlds, a conversion, rows.
+
+    made = Making(scenario, paths, storages, cluster, stamp, deadline)
+    code, rows = make_change(made, change, launch, out)
+
+The parent starts a world that trains the source, makes the change where no new processes are needed and saves the
+checkpoints; converts them; and starts a world anew that loads them. No checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relaymeter.compare_records import CompareRecord
+from relaymeter.errors import EXIT_OK
+from relaymeter.harness import emit
+from relaymeter.harness.commands_ranks import work_together
+from relaymeter.harness.compare_config import CompareChange, CompareScenario
+from relaymeter.harness.compare_rows import Told, rows_of
+from relaymeter.harness.compare_storage import Storage, Workplace, folder_bytes
+from relaymeter.harness.jobs import ClusterConfig, CompareLoad, CompareLoadJob, CompareSaveJob, Fault, RunStamp
+from relaymeter.harness.models import weight_specs
+from relaymeter.units import format_seconds
+
+__all__ = ["INTERRUPTED", "MOVE_LIMIT_S", "Making", "convert", "make_change", "state_bytes"]
+
+#: Limit of one move, in seconds.
+MOVE_LIMIT_S = 120.0
+#: Exit codes of a world that was interrupted: 128 and the signal's number.
+INTERRUPTED = (130, 143)
+
+
+@dataclass(frozen=True)
+class Making:
+    """How changes of a scenario are made, and what of. ``deadline``: of the monotonic clock."""
+
+    scenario: CompareScenario
+    paths: tuple[str, ...]
+    storages: tuple[Storage, ...]
+    cluster: ClusterConfig
+    stamp: RunStamp
+    deadline: float
+    fault: Fault | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least one."""
+        return max(1.0, self.deadline - time.monotonic())
+
+
+def make_change(
+    making: Making, change: CompareChange, launch: int, out: emit.Output
+) -> tuple[int, list[CompareRecord]]:
+    """Make one change of the scenario by every path. Returns the exit code of its worlds and the rows: none where it
+    was interrupted."""
+    code, told = _make(making, change, out)
+    return code, [] if code in INTERRUPTED else _rows(making, change, told, launch)
+
+
+def state_bytes(scenario: CompareScenario) -> int:
+    """About the bytes of weights, masters and moments, for the room that checkpoints need."""
+    training = scenario.training
+    if scenario.model is not None:
+        return 14 * sum(spec.numel for spec in weight_specs(scenario.model.geometry()).values())
+    return 14 * (8 * training.layers * training.width**2 + 100 * training.width)
+
+
+def _make(making: Making, change: CompareChange, out: emit.Output) -> tuple[int, Told]:
+    """Make one change by every path. Returns the exit code of the worlds and what they told."""
+    one = making.scenario.model_copy(update={"changes": (change,)})
+    told = Told()
+    with Workplace(making.storages) as places:
+        through = {path for path in making.paths if path in ("dcp", "universal")}
+        save = CompareSaveJob(
+            scenario=one, paths=making.paths, folders={name: str(place) for name, place in places.items()},
+            time_limit_s=making.left_s, move_limit_s=MOVE_LIMIT_S, stamp=making.stamp, fault=making.fault,
+        )  # fmt: skip
+        code, found = work_together(save, making.cluster, None, out)
+        _first(told, found, code)
+        if found is None or code in INTERRUPTED or not through:
+            return code, told
+        saved = {(cell["path"], cell["storage"]) for cell in told.saved if "phases" in cell}
+        for name, place in places.items():
+            if ("universal", name) in saved:
+                out.say(f"  universal: converting on {name}")
+                told.converted = {**told.converted, name: convert(place / "universal", making.left_s)}
+        loads = _loads(making, places, saved, told)
+        if not loads:
+            return code, told
+        told.written_bytes = {
+            (load.path, load.storage): folder_bytes(_loaded_form(Path(load.folder), load.path)) for load in loads
+        }
+        load = CompareLoadJob(
+            scenario=one, loads=loads, digests=found["digests"], launched_at=time.time(), time_limit_s=making.left_s,
+            stamp=making.stamp, fault=making.fault if making.paths[0] in through else None,
+        )  # fmt: skip
+        ended, later = work_together(load, making.cluster, None, out)
+        if later is not None:
+            told.start, told.loaded = later["start"], later["cells"]
+        if ended != EXIT_OK:
+            told.lost = f"the ranks that load ended with exit code {ended}"
+        return code or ended, told
+
+
+def _first(told: Told, found: Mapping[str, Any] | None, code: int) -> None:
+    """Note what the first world told."""
+    if found is not None:
+        told.saved, told.state_bytes = found["cells"], found["state_bytes"]
+    if code != EXIT_OK:
+        told.lost = f"the ranks that train ended with exit code {code}"
+
+
+def _loaded_form(folder: Path, path: str) -> Path:
+    from relaymeter.harness.paths.universal import universal_folder
+
+    return universal_folder(folder) if path == "universal" else folder
+
+
+def _loads(
+    making: Making, places: Mapping[str, Path], saved: set[tuple[Any, Any]], told: Told
+) -> tuple[CompareLoad, ...]:
+    """Every checkpoint that can be loaded, warm before cold, since a load warms the page cache again."""
+    found = []
+    for storage in making.storages:
+        for path in ("dcp", "universal"):
+            ready = (path, storage.name) in saved
+            if path == "universal":
+                ready = ready and "convert_s" in told.converted.get(storage.name, {})
+            if ready:
+                place = str(places[storage.name] / path)
+                found += [
+                    CompareLoad(path=path, storage=storage.name, cache=cache, folder=place) for cache in storage.caches
+                ]
+    return tuple(found)
+
+
+def convert(folder: Path, limit_s: float) -> dict[str, Any]:
+    """Convert in a process of its own, which is ended with this one."""
+    command = [
+        sys.executable, "-m", "relaymeter.harness.enter", "--parent", str(os.getpid()), "--",
+        sys.executable, "-m", "relaymeter.harness.compare_convert", str(folder),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+    )  # fmt: skip
+    try:
+        told, said = process.communicate(timeout=limit_s)
+    except BaseException as error:
+        _end(process)
+        if isinstance(error, subprocess.TimeoutExpired):
+            return {"failed": f"the conversion did not end within {format_seconds(limit_s)}"}
+        raise
+    lines = [line for line in said.splitlines() if line.strip()]
+    if process.returncode == 1 and lines:
+        return {"cannot": f"converting fails: {lines[-1]}"}
+    with suppress(json.JSONDecodeError, IndexError):
+        if process.returncode == 0:
+            found: dict[str, Any] = json.loads(told.splitlines()[-1])
+            return found
+    return {"failed": f"the converter ended with exit code {process.returncode}: {lines[-1] if lines else 'silent'}"}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    from relaymeter.harness.processes import end_offspring
+
+    end_offspring(process.pid)
+    process.kill()
+    process.communicate()
+
+
+def _rows(making: Making, change: CompareChange, told: Told, launch: int) -> list[CompareRecord]:
+    return rows_of(
+        making.scenario, change, told, stamp=making.stamp, launch=launch, nodes=making.cluster.nodes,
+        paths=making.paths,
+        storages={storage.name: storage.filesystem for storage in making.storages},
+        caches={storage.name: storage.caches for storage in making.storages},
+    )  # fmt: skip

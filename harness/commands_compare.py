@@ -55,10 +55,10 @@ def compare(args: argparse.Namespace) -> int:
     if args.results is not None:
         check_results(args.results, machine_id())
     hint = already_in_world()
-    costs = None if args.profile is None else open_path_costs(args.profile)
     storages = _storages(args, scenario, hint)
     check_room(storages, state_bytes(scenario))
     cluster = ClusterConfig(nodes=1, ranks_per_node=hint.world_size) if hint else _cluster(args, scenario, out)
+    costs = None if args.profile is None else open_path_costs(args.profile, None if hint else cluster)
     making = Making(
         scenario, args.paths, storages, cluster, make_stamp(machine_id(), shaped=hint is None and is_shaped(cluster)),
         begin + (args.time_limit or _LIMIT_S), Fault(kind=args.fault[0], rank=args.fault[1]) if args.fault else None,
@@ -126,9 +126,11 @@ def _storages(args: argparse.Namespace, scenario: CompareScenario, hint: WorldHi
     for name in ("storage", "journal"):
         if getattr(args, name) is not None:
             raise InputError(f"--{name} does not apply {again} checkpoints lie in --work: leave it out")
-    if len(scenario.changes) > 1 or args.launches > 1:
+    if args.launches > 1:
+        raise InputError(f"--launches {args.launches} does not apply {again} run both commands again for each launch")
+    if len(scenario.changes) > 1:
         names = ", ".join(change.name for change in scenario.changes)
-        raise InputError(f"{again} one change is compared at a time, once: give one --change of {names}")
+        raise InputError(f"{again} one change is compared at a time: give one --change of {names}")
     if hint.world_size < scenario.changes[0].world:
         raise InputError(
             f"change {scenario.changes[0].name} needs {counted(scenario.changes[0].world, 'rank')}, the world of "
@@ -170,6 +172,12 @@ def _journalled(journal: Path | None, making: Making) -> list[CompareRecord]:
                 raise InputError(
                     f"--journal {journal} holds rows of {key} {getattr(row, key)}, this is {now}: give another file"
                 )
+        change = next((change for change in making.scenario.changes if change.name == row.change), None)
+        if change is not None and row.setting != making.setting(change):
+            raise InputError(
+                f"--journal {journal} holds rows of another comparison of {row.change}: training, engines, --paths, "
+                "--storage, ranks or --nic were others; give another file, or the same options"
+            )
         rows.append(row)
     return rows
 
@@ -189,7 +197,10 @@ def _report(
 ) -> int:
     """The verdict first, then the tables and files. Returns the exit code."""
     if code in INTERRUPTED:
-        on = "the same command goes on after them" if args.journal is not None else "with --journal FILE it can go on"
+        on = "with --journal FILE it can go on"
+        if args.journal is not None:
+            force = " with --force, which keeps the journal," if args.json not in (None, "-") and rows else ""
+            on = f"the same command{force} goes on after them"
         out.say(f"interrupted: {counted(len({(r.change, r.launch) for r in rows}), 'change')} had ended; {on}")
         if not rows:
             return code

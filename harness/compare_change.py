@@ -9,6 +9,7 @@ checkpoints; converts them; and starts a world anew that loads them. No checkpoi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ from typing import Any
 from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import EXIT_OK
 from relaymeter.harness import emit
-from relaymeter.harness.commands_ranks import work_together
+from relaymeter.harness.commands_ranks import describe_cluster, work_together
 from relaymeter.harness.compare_config import CompareChange, CompareScenario
 from relaymeter.harness.compare_rows import Told, rows_of
 from relaymeter.harness.compare_storage import Storage, Workplace, folder_bytes
@@ -50,6 +51,19 @@ class Making:
     stamp: RunStamp
     deadline: float
     fault: Fault | None = None
+
+    def setting(self, change: CompareChange) -> str:
+        """Hash of what the rows of one change depend on, beside machine and commit."""
+        told = {
+            "training": self.scenario.training.model_dump(mode="json"),
+            "model": None if self.scenario.model is None else self.scenario.model.model_dump(mode="json"),
+            "change": change.model_dump(mode="json"),
+            "paths": self.paths,
+            "storages": [[storage.name, str(storage.folder.resolve())] for storage in self.storages],
+            "cluster": self.cluster.model_dump(mode="json"),
+            "fault": None if self.fault is None else self.fault.model_dump(mode="json"),
+        }
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def left_s(self) -> float:
@@ -184,4 +198,5 @@ def _rows(making: Making, change: CompareChange, told: Told, launch: int) -> lis
         paths=making.paths,
         storages={storage.name: storage.filesystem for storage in making.storages},
         caches={storage.name: storage.caches for storage in making.storages},
+        cluster=describe_cluster(making.cluster), setting=making.setting(change),
     )  # fmt: skip

@@ -99,6 +99,7 @@ def _second(
     rows = rows_of(
         scenario, scenario.changes[0], facts, stamp=making.stamp, launch=1, nodes=told["nodes"], paths=making.paths,
         storages={storage.name: storage.filesystem}, caches={storage.name: storage.caches},
+        cluster=f"a world of {told['nodes']} nodes that was joined", setting=making.setting(scenario.changes[0]),
     )  # fmt: skip
     return code, rows
 

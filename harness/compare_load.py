@@ -51,6 +51,9 @@ def run_load_job(job: CompareLoadJob, world: World, say: Any) -> Iterator[dict[s
         told = Assembly().tell_all([relaunch_s, world.start_s + import_s])
         start = {"relaunch": max(one for one, _ in told), "import": max(two for _, two in told)}
         ends = Ends(job.scenario, change, world, job.time_limit_s)
+        ends.destination(
+            UNIVERSAL
+        ).close()  # what only the first build of a process takes, the first world has behind it
         result: dict[str, Any] = {"start": start, "cells": []}
         yield result
         for number, load in enumerate(job.loads):

@@ -15,6 +15,9 @@ from relaymeter.calibration.profiles import Profile, differences
 from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.compare_records import CompareRecord, pausing
 from relaymeter.errors import InputError
+from relaymeter.harness.commands_ranks import describe_cluster
+from relaymeter.harness.config import check
+from relaymeter.harness.jobs import ClusterConfig
 from relaymeter.policies.path_costs import GROWING, PathCosts
 from relaymeter.units import counted
 
@@ -34,8 +37,9 @@ def path_costs_of(profile: Profile) -> PathCosts | None:
     return None if profile.paths is None else PathCosts.from_dict(profile.paths.get("costs") or {})
 
 
-def open_path_costs(path: Path) -> PathCosts:
-    """The costs of paths of a profile of this machine. Raises InputError where it has none or is another's."""
+def open_path_costs(path: Path, cluster: ClusterConfig | None = None) -> PathCosts:
+    """The costs of paths of a profile of this machine. Raises InputError where it has none or is another's, or was
+    measured on other ranks than ``cluster`` (None: a world that was joined, whose ranks are not compared)."""
     profile = load_profile(path)
     if profile.simulated is not None:
         raise InputError(
@@ -48,6 +52,15 @@ def open_path_costs(path: Path) -> PathCosts:
     differ = differences(profile, machine_facts())
     if differ:
         raise InputError(f"profile {path} was made elsewhere ({'; '.join(differ)}): calibrate here with --paths")
+    known = profile.fingerprint.get("cluster")
+    if cluster is not None and known is not None:
+        for key in ("nodes", "ranks_per_node", "nic_rate_bytes_per_s"):
+            if known.get(key) != getattr(cluster, key):
+                measured = check(ClusterConfig, known, f"profile {path}, cluster")
+                raise InputError(
+                    f"profile {path} was measured on {describe_cluster(measured)}, this is "
+                    f"{describe_cluster(cluster)}: give the same --nodes, --ranks-per-node and --nic, or leave --profile out"
+                )
     return costs
 
 

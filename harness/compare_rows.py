@@ -62,6 +62,8 @@ def rows_of(
     paths: Sequence[str],
     storages: Mapping[str, str],
     caches: Mapping[str, Sequence[str | None]],
+    cluster: str = "",
+    setting: str = "",
     on_gpu: bool = False,
 ) -> list[CompareRecord]:
     """A row for every path, over every storage and page cache where it writes a checkpoint.
@@ -92,6 +94,8 @@ def rows_of(
         "source": change.source.label,
         "destination": change.end.label,
         "launch": launch,
+        "cluster": cluster,
+        "setting": setting,
         "ranks": change.world,
         "nodes": nodes,
         "model": scenario.training.model,

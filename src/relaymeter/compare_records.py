@@ -55,6 +55,10 @@ class CompareRecord(BaseRecord):
     storage behind one."""
     launch: int
     """Number of the independent launch, from 1."""
+    cluster: str = ""
+    """The ranks in words: nodes, ranks on each, NICs and their rate."""
+    setting: str = ""
+    """Hash of what was compared: training and change, paths, storages, ranks."""
     ranks: int
     """Ranks of the larger of the two ends."""
     nodes: int

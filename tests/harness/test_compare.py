@@ -13,13 +13,14 @@ from relaymeter.compare_records import PATHS, CompareRecord
 from relaymeter.errors import EXIT_CRASH, EXIT_NOTHING_MEASURED, EXIT_OK, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import compare_storage
 from relaymeter.harness.cli import main
+from relaymeter.harness.compare_change import Making
 from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.compare_emit import comparison_lines, comparison_tables
 from relaymeter.harness.compare_ends import check_digests
 from relaymeter.harness.compare_rows import Told, rows_of
 from relaymeter.harness.compare_storage import Workplace, check_room, find_storages
 from relaymeter.harness.config import check
-from relaymeter.harness.jobs import RunStamp
+from relaymeter.harness.jobs import ClusterConfig, RunStamp
 from relaymeter.harness.page_cache import file_system
 from relaymeter.harness.scenario import load_any
 from relaymeter.harness.verdict import judge_comparison
@@ -172,6 +173,35 @@ def test_rows_of_another_comparison_are_no_journal(tmp_path: Path, capsys: pytes
     journal.write_text(dump_lines(made(TOLD)))
     assert main(["compare", "--journal", str(journal)]) == 2
     assert f"--journal {journal} holds rows of machine_id m" in capsys.readouterr().err
+
+
+def test_rows_of_other_options_are_no_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A journal holds its comparison's training, engines, paths, storages and ranks."""
+    from relaymeter.harness.results import machine_id, make_stamp
+    from relaymeter.records import dump_lines
+
+    stamp = make_stamp(machine_id(), shaped=False)
+    rows = [replace(row, machine_id=stamp.machine_id, commit=stamp.commit, setting="other") for row in made(TOLD)]
+    journal = tmp_path / "rows.jsonl"
+    journal.write_text(dump_lines(rows))
+    assert main(["compare", "--journal", str(journal), "--paths", "in-memory"]) == 2
+    assert "holds rows of another comparison of dp4-dp2: training, engines, --paths" in capsys.readouterr().err
+
+
+def test_what_was_compared_decides_the_setting(tmp_path: Path) -> None:
+    change = scenario().changes[0]
+    storages = find_storages([("disk", str(tmp_path))])
+    cluster = ClusterConfig(nodes=1, ranks_per_node=4, shape=False)
+    base = Making(scenario(), PATHS, storages, cluster, STAMP, 0.0)
+    wider = scenario().training.model_copy(update={"width": 256})
+    others = [
+        replace(base, paths=("dcp",)),
+        replace(base, cluster=ClusterConfig(nodes=2, ranks_per_node=2)),
+        replace(base, storages=find_storages([("tmpfs", str(tmp_path))])),
+        replace(base, scenario=scenario().model_copy(update={"training": wider})),
+    ]
+    assert base.setting(change) == replace(base, deadline=9.0, scenario=scenario()).setting(change)
+    assert len({one.setting(change) for one in (base, *others)} | {base.setting(scenario().changes[1])}) == 6
 
 
 @pytest.mark.parametrize(

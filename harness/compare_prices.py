@@ -59,7 +59,8 @@ def open_path_costs(path: Path, cluster: ClusterConfig | None = None) -> PathCos
                 measured = check(ClusterConfig, known, f"profile {path}, cluster")
                 raise InputError(
                     f"profile {path} was measured on {describe_cluster(measured)}, this is "
-                    f"{describe_cluster(cluster)}: give the same --nodes, --ranks-per-node and --nic, or leave --profile out"
+                    f"{describe_cluster(cluster)}: give the same --nodes, --ranks-per-node and --nic, or leave "
+                    "--profile out"
                 )
     return costs
 

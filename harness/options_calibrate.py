@@ -24,6 +24,7 @@ def add_calibrate(commands: Commands) -> None:
         "calibrate",
         "measure what this cluster's exchanges cost and write the profile, or check one that exists",
         "relaymeter calibrate --nodes 2 --ranks-per-node 2 --nic 400mbit --out profile.json\n"
+        "  relaymeter calibrate --nodes 2 --ranks-per-node 2 --paths --out profile.json  # checkpoints too\n"
         "  relaymeter calibrate --check profile.json\n"
         "  relaymeter calibrate --simulate h100-16x8 --out simulated.json",
     )

@@ -37,7 +37,12 @@ def add_plan(commands: Commands) -> None:
     plan.add_argument(
         "--nic-per", choices=("rank", "node"), default="rank", help="NICs of the planned cluster (default rank)"
     )
-    plan.add_argument("--profile", type=named, metavar="PROFILE", help="price with this profile, of whatever machine")
+    plan.add_argument(
+        "--profile",
+        type=named,
+        metavar="PROFILE",
+        help="price with this profile, of whatever machine; one of calibrate --paths also says which path wins",
+    )
     add_planner(plan, "classes")
     add_executor(plan, "the one that the profile measured first; without a profile send-recv")
     plan.add_argument(

@@ -7,6 +7,7 @@ is given, tabled and judged.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,11 +36,11 @@ from relaymeter.harness.results import keep_results, machine_id, make_stamp
 from relaymeter.harness.scenario import load_any
 from relaymeter.harness.verdict import judge_comparison
 from relaymeter.policies.path_costs import PathCosts
-from relaymeter.records import dump_lines, write_text
+from relaymeter.records import check_target, dump_lines, write_text
 from relaymeter.row_files import read_rows
 from relaymeter.units import counted, format_bytes, format_seconds
 
-__all__ = ["compare"]
+__all__ = ["compare", "finished_rows"]
 
 _LIMIT_S = 1800.0
 
@@ -67,7 +68,9 @@ def compare(args: argparse.Namespace) -> int:
         check_world(args, hint)
         ended, found = joined(making, hint, args.nic_per, out)
         return ended if found is None else _report(args, making, costs, _priced(found, costs), ended, begin, out)
-    rows = _priced(_journalled(args.journal, making), costs)
+    if args.journal is not None:
+        check_target(args.journal, force=True)
+    rows = _priced(finished_rows(args.journal, making), costs)
     code = EXIT_OK
     for launch in range(1, args.launches + 1):
         for change in scenario.changes:
@@ -90,8 +93,7 @@ def compare(args: argparse.Namespace) -> int:
             for row in made:
                 out.say(compare_emit.row_text(row))
             rows += made
-            if args.journal is not None:
-                write_text(args.journal, dump_lines(rows), force=True)
+            _keep_journal(args.journal, rows)
     return _report(args, making, costs, rows, code, begin, out)
 
 
@@ -158,8 +160,9 @@ def _cluster(args: argparse.Namespace, scenario: CompareScenario, out: emit.Outp
     return shapeable(found, out)
 
 
-def _journalled(journal: Path | None, making: Making) -> list[CompareRecord]:
-    """Rows of an earlier run of the same comparison. Raises InputError where they are of another one."""
+def finished_rows(journal: Path | None, making: Making) -> list[CompareRecord]:
+    """Rows of the changes that an earlier run of the same comparison has made; not of those in which a path failed,
+    which are made again. Raises InputError where they are of another one."""
     if journal is None or not journal.exists():
         return []
     rows = []
@@ -179,7 +182,17 @@ def _journalled(journal: Path | None, making: Making) -> list[CompareRecord]:
                 "--storage, ranks or --nic were others; give another file, or the same options"
             )
         rows.append(row)
-    return rows
+    again = {(row.change, row.launch) for row in rows if row.verdict == "failed"}
+    return [row for row in rows if (row.change, row.launch) not in again]
+
+
+def _keep_journal(journal: Path | None, rows: Sequence[CompareRecord]) -> None:
+    """Write the journal; where that fails, say so and go on: tables and files still come at the end."""
+    try:
+        if journal is not None:
+            write_text(journal, dump_lines(rows), force=True)
+    except (OSError, InputError) as error:
+        print(f"relaymeter: --journal {journal} was not written: {error}", file=sys.stderr)
 
 
 def _priced(rows: list[CompareRecord], costs: PathCosts | None) -> list[CompareRecord]:

@@ -177,6 +177,8 @@ def convert(folder: Path, limit_s: float) -> dict[str, Any]:
     lines = [line for line in said.splitlines() if line.strip()]
     if process.returncode == 1 and lines:
         return {"cannot": f"converting fails: {lines[-1]}"}
+    if process.returncode == 3 and lines:
+        return {"failed": f"converting fails: {lines[-1]}"}
     with suppress(json.JSONDecodeError, IndexError):
         if process.returncode == 0:
             found: dict[str, Any] = json.loads(told.splitlines()[-1])

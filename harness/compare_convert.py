@@ -19,7 +19,9 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Convert; returns the exit code: 1 where DeepSpeed refuses, with what it says on standard error."""
+    """Convert; returns the exit code: 1 where DeepSpeed refuses, with what it says on standard error, 3 where there was
+    no room or no right to write."""
+    from relaymeter.harness.compare_ranks import as_lack_of_room
     from relaymeter.harness.paths.together import say_error
     from relaymeter.harness.paths.universal import convert_universal
 
@@ -30,8 +32,9 @@ def main() -> int:
     try:
         convert_universal(Path(sys.argv[1]))
     except Exception as error:
-        print(say_error(error), file=sys.stderr)
-        return 1
+        told = as_lack_of_room(error, Path(sys.argv[1]))
+        print(say_error(error) if told is error else told, file=sys.stderr)
+        return 3 if isinstance(told, OSError | MemoryError) else 1
     print(json.dumps({"import_s": import_s, "convert_s": time.perf_counter() - begin}))
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -22,9 +23,11 @@ import torch.distributed as dist
 from relaymeter.errors import InputError, MoveTimeout, RankLost
 from relaymeter.harness.compare_config import CompareChange
 from relaymeter.harness.compare_ends import Clock, Destination, Ends, check_digests, engine_digests, imported_models
+from relaymeter.harness.compare_storage import folder_bytes
 from relaymeter.harness.jobs import CompareSaveJob, Fault
 from relaymeter.harness.paths.dcp import save_dcp, save_tensors
 from relaymeter.harness.paths.gather_state import gather_training_state, gather_weights
+from relaymeter.harness.paths.together import PathCannot
 from relaymeter.harness.paths.universal import UniversalRefused, save_universal
 from relaymeter.harness.state_engines import quiet
 from relaymeter.harness.world import World, tell_by_store, watching
@@ -38,13 +41,16 @@ from relaymeter.relayout.routes import DIRECT
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, build_schedule
 from relaymeter.relayout.state_move import TrainingStateMove
 from relaymeter.relayout.training_state import read_together
+from relaymeter.units import format_bytes
 
-__all__ = ["NO_TRAINING_STATE", "import_all", "proof", "run_save_job", "strike", "taken"]
+__all__ = ["NO_TRAINING_STATE", "as_lack_of_room", "import_all", "proof", "run_save_job", "strike", "taken"]
 
 Say = Callable[[str], None]
 Cell = dict[str, Any]
 #: A rank that builds an engine on a busy machine may be silent longer than one that moves, in seconds.
 _LOST_AFTER_S = 25.0
+#: With less room than this left after a failure, the storage is taken to be full, in bytes.
+_LEAST_ROOM = 1 << 20
 #: After one rank is done with a path all others must be, within so many seconds.
 _ALIKE_S = 120.0
 #: Why weights alone do not go through a universal checkpoint.
@@ -146,7 +152,7 @@ def taken(world: World, what: str, path: Callable[[], Cell]) -> Cell:
         found = path()
     except (RankLost, MoveTimeout):
         raise
-    except UniversalRefused as error:
+    except (PathCannot, UniversalRefused) as error:
         mine = f"cannot {error}"
     except Exception as error:
         mine = f"failed {type(error).__name__}: {error}"
@@ -155,6 +161,14 @@ def taken(world: World, what: str, path: Callable[[], Cell]) -> Cell:
     ends = [text.split(" ", 1) for text in tell_by_store(world, what, mine, _ALIKE_S) if text]
     worst = max(ends, default=None)  # "failed" before "cannot"
     return found if worst is None else {worst[0]: worst[1]}
+
+
+def as_lack_of_room(error: Exception, folder: Path) -> Exception:
+    """``error``, or where the storage is full an OSError that says so: that is no limit of a path."""
+    free = shutil.disk_usage(folder).free
+    if free >= max(folder_bytes(folder), _LEAST_ROOM):
+        return error
+    return OSError(f"{format_bytes(free)} are left on the storage: {error}")
 
 
 def strike(fault: Fault | None, made: Destination) -> None:
@@ -221,7 +235,7 @@ def _gather(
     else:
         times = gather_weights(source, change.source, training, made.layout, made.storages or {}, group)
     phases = {name.removesuffix("_s"): seconds for name, seconds in asdict(times).items() if seconds}
-    for name in ("plan", "gather", "slice", "refresh"):
+    for name in ("plan", "gather", "slice", "refresh") if made.layout is None else ("gather", "slice"):
         clock.seconds[name] = phases.get(name, 0.0)
     return made
 
@@ -234,8 +248,11 @@ def _save(path: str, change: CompareChange, source: Any, folder: str) -> Cell:
     if path == "universal":
         if weights_only:
             raise UniversalRefused(NO_TRAINING_STATE)
-        with clock.phase("save"):
-            save_universal(source, folder)
+        try:
+            with clock.phase("save"):
+                save_universal(source, folder)
+        except UniversalRefused as error:
+            raise as_lack_of_room(error, Path(folder)) from error
     elif weights_only:
         layout = read_together(source, "source", Assembly()).weights
         with clock.phase("save"):

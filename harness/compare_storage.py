@@ -30,6 +30,8 @@ Cache = Literal["warm", "cold"]
 _PREFIX = "relaymeter-compare-"
 #: A save, its universal form, what the converter writes on the way, and the other checkpoint, over the state's bytes.
 _COPIES = 5
+#: Room that the checkpoints of any state need, for all their small files, in bytes.
+_LEAST_ROOM = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,14 @@ def find_storages(asked: Sequence[tuple[str, str]] | None) -> tuple[Storage, ...
 
 def check_room(storages: Sequence[Storage], state_bytes: int) -> None:
     """Raise InputError where a storage has no room for the checkpoints of a state of so many bytes."""
-    needed = _COPIES * state_bytes
-    for storage in storages:
+    devices = [os.stat(storage.folder).st_dev for storage in storages]
+    for storage, device in zip(storages, devices, strict=True):
+        needed = devices.count(device) * max(_COPIES * state_bytes, _LEAST_ROOM)
         free = shutil.disk_usage(storage.folder).free
         if free < needed:
             raise InputError(
                 f"--storage {storage.name}={storage.folder}: {format_bytes(free)} are free, the checkpoints of one "
-                f"change take up to {format_bytes(needed)}: free some, or give another folder"
+                f"change there take up to {format_bytes(needed)}: free some, or give another folder"
             )
 
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-__all__ = ["MEMORY", "drop", "file_system"]
+__all__ = ["MEMORY", "drop", "file_system", "unescaped"]
 
 #: File systems whose files have no device behind them.
 MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
@@ -32,12 +33,17 @@ def file_system(folder: Path) -> str:
     try:
         place = os.path.realpath(folder)
         best, found = "", "unknown"
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, point, kind, *_ = line.split(" ")
-            point = point.encode().decode("unicode_escape")
+        for line in Path("/proc/self/mounts").read_bytes().splitlines():
+            _, raw, kind, *_ = line.split(b" ")
+            point = unescaped(raw)
             inside = place == point or place.startswith(point.rstrip("/") + "/")
             if inside and len(point) >= len(best):  # a later mount lies over an earlier one
-                best, found = point, kind
+                best, found = point, kind.decode()
         return found
     except OSError:
         return "unknown"
+
+
+def unescaped(raw: bytes) -> str:
+    """A name of /proc/self/mounts, in which blanks, tabs, newlines and backslashes stand as octal numbers. Pure."""
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), raw))

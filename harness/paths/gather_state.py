@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from relaymeter.errors import InputError
 from relaymeter.harness.paths.dcp_planner import piece_view
+from relaymeter.harness.paths.together import PathCannot
 from relaymeter.harness.state_config import EngineConfig, TrainingConfig
 from relaymeter.harness.state_models import cut_dims
 from relaymeter.harness.state_oracle import FullStates
@@ -93,9 +93,10 @@ def gather_training_state(
 
     ``tensor_group``: this rank's tensor-parallel group in the source, where that has one.
 
-    Raises InputError on every rank where the engines do not fit, or the model has frozen weights or buffers, for which
-    this path has no call.
+    Raises InputError on every rank where the engines do not fit, PathCannot where the model has frozen weights or
+    buffers, or the source shares its experts, for which this path has no call.
     """
+    _refuse_experts(config)
     ranks, times = Assembly(), GatherTimes()
     ranks.tell_all(None)  # so that no rank's time counts another's delay
     begin = time.perf_counter()
@@ -104,7 +105,7 @@ def gather_training_state(
     wanted = expected_fields(state.fields, target.fields)
     layout = target.joined(state.fields["per_weight"])
     if any(name.startswith(f"{FROZEN} ") for name in layout.specs):
-        raise InputError("gathering a training state leaves frozen weights and buffers behind")
+        raise PathCannot("the calls that gather a training state leave frozen weights and buffers behind")
     full = None if source is None else FullStates(source, training)
     times.plan_s = time.perf_counter() - begin
     begin = time.perf_counter()
@@ -143,6 +144,7 @@ def gather_weights(
     tensor_group: dist.ProcessGroup | None = None,
 ) -> GatherTimes:
     """The weights of ``source`` into this rank's ``storages`` of ``layout``. Every rank of the world calls this."""
+    _refuse_experts(config)
     times = GatherTimes()
     Assembly().tell_all(None)
     full = None if source is None else FullStates(source, training)
@@ -157,6 +159,11 @@ def gather_weights(
         times.slice_s += time.perf_counter() - gathered
     Assembly().tell_all(None)
     return times
+
+
+def _refuse_experts(config: EngineConfig) -> None:
+    if config.expert_parallel > 1:
+        raise PathCannot(f"{config.label}: DeepSpeed's calls gather a rank's own experts only")
 
 
 def _slice(layout: Layout, rank: int, name: str, whole: torch.Tensor, storages: Mapping[str, torch.Tensor]) -> None:

@@ -15,9 +15,13 @@ import torch.distributed as dist
 from relaymeter.errors import InputError, RelaymeterError
 from relaymeter.relayout.announce import Assembly
 
-__all__ = ["attempt_together", "say_error", "told_errors"]
+__all__ = ["PathCannot", "attempt_together", "say_error", "told_errors"]
 
 _T = TypeVar("_T")
+
+
+class PathCannot(InputError):
+    """A path has no way of making a change; every rank raises it, before any collective."""
 
 
 def attempt_together(

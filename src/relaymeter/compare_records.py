@@ -23,7 +23,7 @@ PHASES = (
 #: What is done while training still runs, on paths that need no new processes.
 _BEFORE = ("plan", "build")
 #: Fields that rows of earlier versions do not have.
-_ADDED = ("predicted_pause_s",)
+_ADDED = {"predicted_pause_s": None, "cluster": "", "setting": ""}
 
 
 def pausing(phases: Iterable[str]) -> tuple[str, ...]:
@@ -129,4 +129,4 @@ class CompareRecord(BaseRecord):
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> CompareRecord:
         """The row that ``to_dict`` wrote, here or in a version without prices. Raises InputError as others do."""
-        return super().from_dict({**dict.fromkeys(_ADDED), **entry})
+        return super().from_dict({**_ADDED, **entry})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,18 @@ from relaymeter.compare_records import PATHS, CompareRecord
 from relaymeter.errors import EXIT_CRASH, EXIT_NOTHING_MEASURED, EXIT_OK, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import compare_storage
 from relaymeter.harness.cli import main
+from relaymeter.harness.commands_compare import finished_rows
 from relaymeter.harness.compare_change import Making
 from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.compare_emit import comparison_lines, comparison_tables
 from relaymeter.harness.compare_ends import check_digests
+from relaymeter.harness.compare_ranks import as_lack_of_room
 from relaymeter.harness.compare_rows import Told, rows_of
 from relaymeter.harness.compare_storage import Workplace, check_room, find_storages
 from relaymeter.harness.config import check
 from relaymeter.harness.jobs import ClusterConfig, RunStamp
-from relaymeter.harness.page_cache import file_system
+from relaymeter.harness.page_cache import file_system, unescaped
+from relaymeter.harness.paths.universal import UniversalRefused
 from relaymeter.harness.scenario import load_any
 from relaymeter.harness.verdict import judge_comparison
 
@@ -131,7 +135,7 @@ def test_a_storage_without_room_is_refused_before_any_work(tmp_path: Path) -> No
     storages = find_storages([("disk", str(tmp_path))])
     check_room(storages, 1000)
     with pytest.raises(
-        InputError, match=r"--storage disk=.*are free, the checkpoints of one change take up to 5000 TB"
+        InputError, match=r"--storage disk=.*are free, the checkpoints of one change there take up to 5000 TB"
     ):
         check_room(storages, 10**15)
 
@@ -186,6 +190,52 @@ def test_rows_of_other_options_are_no_journal(tmp_path: Path, capsys: pytest.Cap
     journal.write_text(dump_lines(rows))
     assert main(["compare", "--journal", str(journal), "--paths", "in-memory"]) == 2
     assert "holds rows of another comparison of dp4-dp2: training, engines, --paths" in capsys.readouterr().err
+
+
+def test_a_change_in_which_a_path_failed_is_made_again(tmp_path: Path) -> None:
+    from relaymeter.records import dump_lines
+
+    cluster = ClusterConfig(nodes=1, ranks_per_node=4, shape=False)
+    making = Making(scenario(), PATHS, find_storages([("disk", str(tmp_path))]), cluster, STAMP, 0.0)
+    changes = scenario().changes
+    found = [(TOLD, 0), (replace(TOLD, loaded=LOADED[:1]), 1)]
+    rows = [
+        replace(row, setting=making.setting(changes[at])) for told, at in found for row in made(told, PATHS[2:], at)
+    ]
+    assert {row.change for row in rows if row.verdict == "failed"} == {changes[1].name}
+    journal = tmp_path / "rows.jsonl"
+    journal.write_text(dump_lines(rows))
+    assert {row.change for row in finished_rows(journal, making)} == {changes[0].name}
+
+
+def test_a_journal_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--journal", str(tmp_path / "no" / "rows.jsonl")]) == 2
+    assert "does not exist: make it first" in capsys.readouterr().err
+
+
+def test_storages_on_one_device_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=40 << 20))
+    two = find_storages([("a", str(tmp_path)), ("b", str(tmp_path))])
+    check_room(two, 1)
+    three = find_storages([(name, str(tmp_path)) for name in "abc"])
+    with pytest.raises(InputError, match=r"41\.9 MB are free, the checkpoints of one change there take up to 50\.3 MB"):
+        check_room(three, 1)
+
+
+def test_a_full_storage_is_no_limit_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = UniversalRefused("iostream error")
+    assert as_lack_of_room(refused, tmp_path) is refused
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    told = as_lack_of_room(refused, tmp_path)
+    assert isinstance(told, OSError) and str(told) == "1 kB are left on the storage: iostream error"
+
+
+def test_names_of_mount_points_are_read_as_they_are() -> None:
+    assert unescaped("/mnt/t\u00fc\\040x\\134y".encode()) == "/mnt/t\u00fc x\\y"
 
 
 def test_what_was_compared_decides_the_setting(tmp_path: Path) -> None:

@@ -7,11 +7,17 @@ is given, tabled and judged.
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from relaymeter.calibration.fingerprint import machine_facts
 from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import EXIT_OK, EXIT_TIME_LIMIT, EXIT_USAGE, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import compare_emit, emit
@@ -31,7 +37,7 @@ from relaymeter.harness.compare_prices import open_path_costs, price_lines, with
 from relaymeter.harness.compare_storage import Storage, check_room, find_storages
 from relaymeter.harness.config import nearest
 from relaymeter.harness.jobs import ClusterConfig, Fault
-from relaymeter.harness.launch import WorldHint, already_in_world
+from relaymeter.harness.launch import WorldHint, already_in_world, visible_gpus
 from relaymeter.harness.results import keep_results, machine_id, make_stamp
 from relaymeter.harness.scenario import load_any
 from relaymeter.harness.verdict import judge_comparison
@@ -199,6 +205,20 @@ def _priced(rows: list[CompareRecord], costs: PathCosts | None) -> list[CompareR
     return rows if costs is None else with_prices(rows, costs)
 
 
+def _facts(making: Making) -> dict[str, Any]:
+    """What a reader has to know of the machine and what ran on it."""
+    ranks = making.cluster.nodes * making.cluster.ranks_per_node
+    on_gpu = len(visible_gpus(os.environ)) >= ranks
+    found = machine_facts() | {
+        "python": platform.python_version(),
+        "backend": "nccl" if on_gpu else "gloo",
+        "device": "cuda" if on_gpu else "cpu",
+    }
+    with suppress(PackageNotFoundError):
+        found["deepspeed"] = version("deepspeed")
+    return found
+
+
 def _report(
     args: argparse.Namespace,
     making: Making,
@@ -235,8 +255,9 @@ def _report(
 
     def keep() -> None:
         where = keep_results(
-            args.results, rows, making.stamp, making.scenario.name, suite=f"compare-{making.scenario.name}"
-        )
+            args.results, rows, making.stamp, making.scenario.name, _facts(making),
+            suite=f"compare-{making.scenario.name}",
+        )  # fmt: skip
         out.say(f"results: {where}")
 
     failed = write_all(args, {"json": lambda: out.json(dump_lines(rows)), **({"results": keep} if rows else {})})

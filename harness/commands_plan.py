@@ -75,7 +75,7 @@ def _paths(args: argparse.Namespace, profile: Profile | None, executor: str, out
     """Print which path wins, where the profile has costs of paths; None where it has none, or nothing to price."""
     costs = None if profile is None else path_costs_of(profile)
     if costs is None and profile is not None and profile.simulated is None:
-        out.say("the profile has no costs of checkpoint paths: calibrate with --paths to see which path wins")
+        out.say("the profile has no costs of checkpoint paths: calibrate with --paths for those too")
     if profile is None or costs is None or executor not in profile.executors:
         return None
     nodes, ranks_per_node = args.topology

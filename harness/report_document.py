@@ -12,9 +12,9 @@ from typing import Any
 from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import EXIT_OK, EXIT_WRONG_BITS
 from relaymeter.harness.report_compare import compare_section
-from relaymeter.harness.report_missing import faults, not_run
+from relaymeter.harness.report_missing import faults, model_text, not_run
 from relaymeter.harness.report_moves import move_section
-from relaymeter.harness.report_sources import AnyRow, Source
+from relaymeter.harness.report_sources import AnyRow, Source, option_words
 from relaymeter.harness.report_states import offload_section, state_section
 from relaymeter.harness.report_tables import Section, grouped
 from relaymeter.records import MoveRecord
@@ -99,8 +99,9 @@ def make_document(sources: Sequence[Source], notes: Sequence[str] = ()) -> Docum
     sections: list[Section] = []
     for kind in _KINDS:
         for scenario, mine in grouped([row for row in rows if isinstance(row, kind)], lambda row: row.scenario).items():
-            missing = not_run(mine, shipped=scenario not in own_files)
-            sections.append(_section(scenario, mine, missing))
+            shipped = scenario not in own_files
+            missing = not_run(mine, shipped=shipped, options=_options(sources, mine))
+            sections.append(_section(scenario, mine, missing, model_text(mine[0]) if shipped else ""))
     wrong, failed = faults(rows)
     return Document(
         sources=tuple(sources),
@@ -112,12 +113,20 @@ def make_document(sources: Sequence[Source], notes: Sequence[str] = ()) -> Docum
     )
 
 
-def _section(scenario: str, rows: Sequence[AnyRow], missing: Sequence[str]) -> Section:
+def _options(sources: Sequence[Source], rows: Sequence[AnyRow]) -> frozenset[str]:
+    """Options that every command has that made ``rows``; none where a command is not known."""
+    made = {id(row) for row in rows}
+    found = [source.how for source in sources if any(id(row) in made for row in source.rows)]
+    words = [frozenset(option_words(how.command)) if how is not None else frozenset[str]() for how in found]
+    return frozenset.intersection(*words) if words else frozenset()
+
+
+def _section(scenario: str, rows: Sequence[AnyRow], missing: Sequence[str], model: str) -> Section:
     compared = [row for row in rows if isinstance(row, CompareRecord)]
     moves = [row for row in rows if isinstance(row, MoveRecord)]
     states = [row for row in rows if isinstance(row, StateRecord)]
     if compared:
-        return compare_section(scenario, compared, missing)
+        return compare_section(scenario, compared, missing, model)
     if moves:
         return move_section(scenario, moves, missing)
     if states:

@@ -30,6 +30,7 @@ __all__ = [
     "interval_notes",
     "is_wrong",
     "launch_of",
+    "over",
     "ratio_text",
     "usable",
 ]
@@ -37,6 +38,8 @@ __all__ = [
 WRONG_BITS = "WRONG BITS"
 #: Below this many samples no pair of ranks holds the median with 95 %.
 _ENOUGH = 6
+#: Below this many launches a ratio has no third digit.
+_FEW = 3
 
 
 @dataclass(frozen=True)
@@ -75,19 +78,30 @@ def launch_of(row: AnyRow) -> Hashable:
 
 
 def figure_text(found: Figure | None, base: Figure | None = None) -> str:
-    """``"17.2 [11.3, 20.7] ms"``, of one sample ``"17.2 ms"``; with a ``base`` the ratio to it beside."""
+    """``"17.2 [11.3, 20.7] ms"``, of one sample ``"17.2 ms"``; with a ``base`` the ratio to it beside, which has two
+    digits where either is of few launches."""
     if found is None:
         return NONE
     text = time_with_interval(found.middle, found.low, found.high) if found.samples > 1 else time_text(found.middle)
-    return text if base is None else f"{text}, {ratio_text(found.middle, base.middle)}"
+    return text if base is None else f"{text}, {over(found, base)}"
 
 
-def ratio_text(value: float | None, base: float | None) -> str:
-    """``"24.2x"``."""
+def over(found: Figure | None, base: Figure | None) -> str:
+    """The ratio of two medians: of fewer than three launches with two digits, ``"24x"``."""
+    if found is None or base is None:
+        return NONE
+    return ratio_text(found.middle, base.middle, digits=2 if min(found.launches, base.launches) < _FEW else 3)
+
+
+def ratio_text(value: float | None, base: float | None, *, digits: int = 3) -> str:
+    """``"24.2x"``, with ``digits`` 2 ``"24x"``; below 1 always two decimals."""
     if value is None or not base:
         return NONE
     ratio = value / base
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
+    if digits < 3:
+        ratio = float(f"{ratio:.{digits}g}")
+    places = 2 if ratio < 1 else digits - 1 if ratio < 10 else max(digits - 2, 0) if ratio < 100 else 0
+    return f"{ratio:.{places}f}x"
 
 
 def interval_note(launches: int, repeats: int = 1, what: str = "repeat") -> str:

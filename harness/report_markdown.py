@@ -10,19 +10,26 @@ import ast
 import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 from relaymeter import __version__
+from relaymeter.compare_records import CompareRecord
 from relaymeter.harness.report_document import Document
 from relaymeter.harness.report_figures import WRONG_BITS
-from relaymeter.harness.report_sources import Source
+from relaymeter.harness.report_sources import How, Source, command_words
 from relaymeter.harness.report_tables import Cell, ReportTable, Section, grouped
-from relaymeter.units import format_rate
+from relaymeter.units import counted, format_rate
 
 __all__ = ["escaped", "markdown"]
 
 _SPECIAL = re.compile(r"[\\`*~|<]|(?<=\])\(|\[(?=\^)|(?<!\w)_|_(?!\w)")
 #: Names of facts in the order in which a reader wants them; others follow.
-_FIRST = ("cpu", "cores", "memory_gib", "gpu", "gpus", "kernel", "python", "torch", "deepspeed", "nccl", "relaymeter")
+_FIRST = ("cpu", "cores", "memory_gib", "gpu", "gpus", "kernel", "python", "torch", "deepspeed", "nccl", "backend",
+          "device", "relaymeter")  # fmt: skip
+#: What rows of paths should come with.
+_WANTED = ("torch", "deepspeed", "python", "backend", "device")
+#: Values that say nothing.
+_NO_FACT = ("None", "", "{}", "[]")
 
 #: Facts that tell ranks apart and a reader nothing.
 _UNTOLD = ("machines", "nic", "node", "world")
@@ -40,13 +47,18 @@ def markdown(document: Document, plots: Mapping[str, str]) -> str:
     """The whole report. ``plots``: file names relative to it, with what they show."""
     names = ", ".join(dict.fromkeys(row.scenario for row in document.rows))
     simulated = f" (simulated: {', '.join(document.simulated)})" if document.simulated else ""
-    parts = [f"# {escaped(names + simulated)}"]
+    compared = all(isinstance(row, CompareRecord) for row in document.rows)
+    subject = "Resharding in memory beside checkpoints: " if compared and document.rows else ""
+    parts = [f"# {escaped(subject + names + simulated)}"]
     if document.wrong:
         parts.append(_bullets(document.wrong))
     parts.append(_bullets(document.lines[len(document.wrong) :]))
     parts.append(_setup(document.sources))
     numbers = iter(range(1, 1 << 30))
     parts += [_section(section, numbers) for section in document.sections]
+    if plots:
+        told = ", ".join(f"`{name}`" for name in plots)
+        parts.append(f"Plots, which this text only links to: upload {told} beside it.")
     parts += [f"![{escaped(what)}]({name})" for name, what in plots.items()]
     parts.append(f"Made by relaymeter {__version__}: `relaymeter report`; every row is in `rows.csv`.")
     return "\n\n".join(parts) + "\n"
@@ -69,25 +81,47 @@ def _setup(sources: Sequence[Source]) -> str:
     parts.append("\n".join(lines))
     known = [(source, source.how) for source in sources if source.how is not None]
     told = grouped(known, lambda pair: pair[1].facts)
-    machines = []
+    machines: list[str] = []
     for facts, own in told.items():
         ids = ", ".join(dict.fromkeys(row.machine_id for source, _ in own for row in source.rows))
-        machines.append(f"machine {ids}: {_facts(dict(facts))}")
+        machines.append(f"machine {ids}: {_facts(dict(facts))}{_unknown(dict(facts), own)}")
     unknown = [source.name for source in sources if source.how is None]
     machines += [f"{name}: no how.txt beside the rows, so versions and command are not known" for name in unknown]
     parts.append(_bullets(machines))
     commands = _commands(sources)
     if commands:
         parts.append("To repeat it:\n\n```sh\n" + commands + "\n```")
+    files = _files(sources)
+    if files:
+        named = escaped(", ".join(files))
+        parts.append(f"Not shipped with relaymeter, and their content is not kept here (attach them): {named}.")
     return "\n\n".join(parts)
 
 
 def _facts(facts: Mapping[str, str]) -> str:
     """``cpu Xeon, 2 cores, torch 2.13.0``."""
+    facts = {name: text for name, text in facts.items() if text not in _NO_FACT}
     order = [name for name in _FIRST if name in facts] + [name for name in facts if name not in _FIRST]
     short = {"cores": "{} cores", "memory_gib": "{} GiB", "cpu": "{}"}
     told = {name: _cluster(facts[name]) if name == "cluster" else facts[name] for name in order if name not in _UNTOLD}
     return ", ".join(short.get(name, name.replace("_", " ") + " {}").format(text) for name, text in told.items())
+
+
+def _unknown(facts: Mapping[str, str], own: Sequence[tuple[Source, How]]) -> str:
+    """What a reader wants of engines' results, and their how.txt does not say."""
+    if not any(isinstance(row, CompareRecord) for source, _ in own for row in source.rows):
+        return ""
+    left = [name for name in _WANTED if facts.get(name, "") in _NO_FACT]
+    return f"; not kept: {', '.join(left)}" if left else ""
+
+
+def _files(sources: Sequence[Source]) -> list[str]:
+    """Scenarios that were files, by the names in the commands."""
+    found: dict[str, None] = {}
+    for source in sources:
+        words = command_words(source.how.command) if source.how is not None else []
+        found |= {after: None for word, after in pairwise(words) if word == "--scenario" and after.endswith(".toml")}
+    return list(found)
 
 
 def _cluster(text: str) -> str:
@@ -102,14 +136,28 @@ def _cluster(text: str) -> str:
 
 
 def _commands(sources: Sequence[Source]) -> str:
-    """Each command once, below the commit it ran on."""
-    known = [(source.rows[0].commit, source.how) for source in sources if source.how is not None]
-    found = grouped(known, lambda pair: pair[0])
+    """Each command once, below the commit it ran on; where there are several, with the results that it made."""
+    known = [(source.rows[0].commit, source.how.command, source) for source in sources if source.how is not None]
+    several = len({command for _, command, _ in known}) > 1
     lines: list[str] = []
-    for commit, own in found.items():
+    for commit, own in grouped(known, lambda entry: entry[0]).items():
         lines.append(f"# commit {commit or 'unknown'}")
-        lines += dict.fromkeys(how.command for _, how in own)
+        commands = grouped(own, lambda entry: entry[1])
+        for command, made in commands.items():
+            if several:
+                results = ", ".join(f"{source.name} ({counted(len(source.rows), 'row')})" for _, _, source in made)
+                lines.append(f"# made {' '.join(results.split())}{_again(command, list(commands))}")
+            lines.append(command)
     return "\n".join(lines).replace("```", "` ` `")
+
+
+def _again(command: str, others: Sequence[str]) -> str:
+    """That a command is another one with ``--force``, as after an interruption."""
+    words = command_words(command)
+    plain = sorted(word for word in words if word != "--force")
+    if "--force" in words and any(sorted(command_words(other)) == plain for other in others):
+        return ": the same command again, over files that existed (--force); not needed in a new folder"
+    return ""
 
 
 def _section(section: Section, numbers: Iterator[int]) -> str:

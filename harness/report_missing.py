@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 
 from relaymeter.compare_records import PATHS, CompareRecord
@@ -22,7 +22,7 @@ from relaymeter.records import MoveRecord
 from relaymeter.state_records import OffloadRecord, StateRecord
 from relaymeter.units import counted
 
-__all__ = ["faults", "not_run"]
+__all__ = ["faults", "model_text", "not_run"]
 
 #: Routes that a move may have no rows of because they would repeat another one, or because nothing was priced.
 _OPTIONAL = ("chain", "chosen")
@@ -35,15 +35,16 @@ def faults(rows: Iterable[AnyRow]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return fault_lines(wrong), fault_lines(other)
 
 
-def not_run(rows: Sequence[AnyRow], *, shipped: bool) -> tuple[str, ...]:
+def not_run(rows: Sequence[AnyRow], *, shipped: bool, options: Collection[str] = ()) -> tuple[str, ...]:
     """What the scenario of ``rows`` (of one kind) has and no row is of, by where they were measured. ``shipped``:
-    whether the scenario is known to be the one that comes with this package."""
+    whether the scenario is known to be the one that comes with this package; ``options``: those of every command that
+    made the rows: what ``--change``, ``--move`` or ``--paths`` left out was not selected."""
     by_origin = rows_by_origin(rows)
     scenario = _scenario(rows[0]) if shipped else None
     lines: list[str] = []
     for origin, mine in by_origin.items():
         where = f" (commit {origin.commit} on {origin.machine_id})" if len(by_origin) > 1 else ""
-        lines += [line + where for line in (*_named(mine, scenario), *_holes(mine))]
+        lines += [line + where for line in (*_named(mine, scenario, options), *_holes(mine, options))]
     return tuple(dict.fromkeys(lines))
 
 
@@ -56,7 +57,20 @@ def _scenario(row: AnyRow) -> AnyScenario | None:
         return None
 
 
-def _named(rows: Sequence[AnyRow], scenario: AnyScenario | None) -> list[str]:
+def model_text(row: AnyRow) -> str:
+    """The size of the model of a shipped scenario: ``5 residual blocks of width 512``; empty where it has none."""
+    scenario = _scenario(row)
+    if not isinstance(scenario, CompareScenario) or scenario.training.model != "blocks":
+        return ""
+    return f"{scenario.training.layers} residual blocks of width {scenario.training.width}"
+
+
+def _selected(options: Collection[str], *names: str) -> str:
+    """What a line begins with where one of the options ``names`` chose."""
+    return next((f"not selected by {name}: " for name in names if name in options), "")
+
+
+def _named(rows: Sequence[AnyRow], scenario: AnyScenario | None, options: Collection[str]) -> list[str]:
     """Moves and changes of the scenario that no row is of. Rows that are of none of them are of another scenario."""
     have = {row.move if isinstance(row, MoveRecord) else _change(row) for row in rows}
     names: list[str] = []
@@ -75,7 +89,8 @@ def _named(rows: Sequence[AnyRow], scenario: AnyScenario | None) -> list[str]:
     if not left or len(left) == len(names):
         return []
     what = "move" if isinstance(scenario, Scenario) else "stage" if isinstance(scenario, OffloadScenario) else "change"
-    return [f"{counted(len(left), what)} of {len(names)}: {', '.join(left)}"]
+    chosen = _selected(options, "--change", "--move")
+    return [f"{chosen}{counted(len(left), what)} of {len(names)}: {', '.join(left)}"]
 
 
 def _change(row: StateRecord | CompareRecord | OffloadRecord | MoveRecord) -> str:
@@ -84,11 +99,11 @@ def _change(row: StateRecord | CompareRecord | OffloadRecord | MoveRecord) -> st
     return row.move if isinstance(row, MoveRecord) else row.change
 
 
-def _holes(rows: Sequence[AnyRow]) -> list[str]:
+def _holes(rows: Sequence[AnyRow], options: Collection[str]) -> list[str]:
     """Combinations that some of the moves or changes were run in, and others not."""
     compared = [row for row in rows if isinstance(row, CompareRecord)]
     if compared:
-        return _paths_without_rows(compared)
+        return _paths_without_rows(compared, options)
     moves = [row for row in rows if isinstance(row, MoveRecord)]
     states = [row for row in rows if isinstance(row, StateRecord)]
     lines = []
@@ -107,12 +122,12 @@ def _holes(rows: Sequence[AnyRow]) -> list[str]:
     return lines
 
 
-def _paths_without_rows(rows: Sequence[CompareRecord]) -> list[str]:
+def _paths_without_rows(rows: Sequence[CompareRecord], options: Collection[str]) -> list[str]:
     tables = tables_of(rows)
     have = {name: {(path.label, path.on) for path in paths_of(mine)} for (_, name), mine in tables.items()}
     labels = {label for found in have.values() for label, _ in found}
     never = [path for path in PATHS if path not in labels]
-    lines = [f"no change by {path}" for path in never]
+    lines = [f"{_selected(options, '--paths')}no change by {path}" for path in never]
     some = sorted({key for found in have.values() for key in found})
     stated = {name: {row.path for row in mine if row.cannot is not None} for (_, name), mine in tables.items()}
     for name, found in have.items():

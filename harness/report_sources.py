@@ -7,6 +7,7 @@ a row was measured: rows of two origins never share a table. Offline, no torch.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from relaymeter.state_records import OffloadRecord, StateRecord
 from relaymeter.units import counted
 from relaymeter.validation_records import KINDS as VALIDATION_KINDS
 
-__all__ = ["AnyRow", "How", "Origin", "Source", "origin_of", "read_sources"]
+__all__ = ["AnyRow", "How", "Origin", "Source", "command_words", "option_words", "origin_of", "read_sources"]
 
 AnyRow = MoveRecord | StateRecord | OffloadRecord | CompareRecord
 _ROWS, _HOW = "rows.jsonl", "how.txt"
@@ -77,6 +78,22 @@ class Origin:
         where = f"simulated: {self.simulated}" if self.simulated else "shaped NICs" if self.shaped else "unshaped"
         odd = f", prices of another machine's profile ({', '.join(self.mismatch)} differ)" if self.mismatch else ""
         return f"commit {self.commit}{dirty}, machine {self.machine_id}, {where}{odd}"
+
+
+def command_words(command: str) -> list[str]:
+    """The words of a command line as a shell reads it, ``--option=value`` in two; of a broken one those between
+    spaces."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        words = command.split()
+    parts = [word.split("=", 1) if word.startswith("--") else [word] for word in words]
+    return [part for found in parts for part in found]
+
+
+def option_words(command: str) -> list[str]:
+    """Its options: ``--change``."""
+    return [word for word in command_words(command) if word.startswith("--")]
 
 
 def origin_of(row: AnyRow) -> Origin:

@@ -19,7 +19,7 @@ from relaymeter.harness import commands_report
 from relaymeter.harness.cli import main
 from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.report_document import make_document
-from relaymeter.harness.report_figures import Figure, figure, figure_text, interval_note
+from relaymeter.harness.report_figures import Figure, figure, figure_text, interval_note, over
 from relaymeter.harness.report_files import check_folder, default_folder, write_folder
 from relaymeter.harness.report_frame import NO_PARQUET
 from relaymeter.harness.report_markdown import escaped, markdown
@@ -91,10 +91,11 @@ def keep(folder: Path, rows: Sequence[Row], how: str | None = "relaymeter compar
 
 def test_a_path_has_pause_and_total_with_and_without_relaunch_beside_the_path_in_memory() -> None:
     text = text_of(COMPARE, UNIVERSAL)
-    assert line(text, "in-memory")[1:] == ["-", "1", "200 ms", "200 ms", "1.25 s", "1.25 s", "250 ms", "90/90"]
-    assert line(text, "universal[^1]")[1:] == [
-        "disk (ext4), warm cache", "1", "20 s, 100x", "10 s, 50.0x", "20 s, 16.0x", "10 s, 8.00x", "9 s, 36.0x",
-        "90/90",
+    assert line(text, "path") == ["path", "pause", "pause without relaunch and imports", "state only", "total",
+                                  "total without relaunch and imports", "digests equal"]  # fmt: skip
+    assert line(text, "in-memory")[1:] == ["200 ms", "-", "250 ms", "1.25 s", "-", "90/90"]
+    assert line(text, "universal, disk (ext4), warm cache[^1]")[1:] == [
+        "20 s, 100x", "10 s, 50x", "9 s, 36x", "20 s, 16x", "10 s, 8.0x", "90/90",
     ]  # fmt: skip
     assert "[^1]: learning rates \\| schedulers are not in it" in text
     assert "1 launch: no interval" in text
@@ -103,37 +104,118 @@ def test_a_path_has_pause_and_total_with_and_without_relaunch_beside_the_path_in
     assert isinstance(scenario, CompareScenario)
     left = [change.name for change in scenario.changes if change.name != "dp4-dp2"]
     assert f"- {counted(len(left), 'change')} of {len(scenario.changes)}: {', '.join(left)}" in text
-    assert "still for 200 ms in memory, 20 s by universal (100x, 50.0x without relaunch)" in text
+    assert (
+        "zero3 x2, 1 launch: training stands still for 200 ms in memory; 20 s by universal on disk (ext4), warm cache "
+        "(100x; 50x without relaunch and imports; 36x state only)\n"
+    ) in text
 
 
-def test_phases_are_columns_and_those_that_no_path_has_are_left_out() -> None:
+def test_a_reader_who_knows_none_of_its_words_has_a_legend_and_the_facts() -> None:
+    cluster = "1 x 4 ranks on loopback, a NIC per rank, unshaped"
+    text = text_of(replace(COMPARE, cluster=cluster), replace(UNIVERSAL, cluster=cluster))
+    assert text.startswith("# Resharding in memory beside checkpoints: rfc-small\n")
+    legend = text[text.index("### Legend") :]
+    assert line(legend, "in-memory")[2] == "stay" and line(legend, "universal")[2] == "started anew"
+    assert "| gather |" not in legend  # no row has it
+    assert "zero3 x4 tp2: ZeRO stage 3 on 4 ranks, tensor-parallel degree 2" in legend and "digests equal: " in legend
+    assert text.count("that overlap was not measured, and both engines are alive then, so the state is held twice") == 2
+    assert f"4 ranks on 1 node (cluster: {cluster}); 125 MB of state: fp32 masters and moments" in text
+    assert "blocks (5 residual blocks of width 512) in bfloat16, AdamW" in text
+    weights = text_of(replace(COMPARE, destination="tp2 x 2 copies", state_bytes=21_000_000))
+    assert "21 MB of weights" in weights and "masters" not in weights
+    how = How("relaymeter compare", (("gpu_driver", "None"), ("torch", "2.13.0"), ("deepspeed", "0.19.8")))
+    facts = markdown(make_document([Source(Path("r"), (COMPARE,), how)]), {"phases.png": "phases"})
+    assert "torch 2.13.0, deepspeed 0.19.8; not kept: python, backend, device" in facts and "None" not in facts
+    assert "upload `phases.png` beside it" in facts
+    assert "Resharding" not in text_of(COMPARE, OFFLOAD).splitlines()[0]
+
+
+def test_the_summary_names_the_storage_of_its_ratios_and_the_range_over_all() -> None:
+    cold = replace(UNIVERSAL, cache="cold", pause_s=18.0, transfer_s=10.0)
+    assert (
+        "; 18 s by universal on disk (ext4), cold cache (90x; 40x without relaunch and imports; 40x state only; 90x to "
+        "100x over all 2 storages and caches)"
+    ) in text_of(COMPARE, UNIVERSAL, cold)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(16.84, "168x"), (1.0, "10.0x"), (0.332, "3.32x"), (0.1, "1.00x"), (0.05, "0.50x")]
+)
+def test_ratios_of_few_launches_have_two_digits(value: float, text: str) -> None:
+    few = {"168x": "170x", "10.0x": "10x", "3.32x": "3.3x", "1.00x": "1.0x", "0.50x": "0.50x"}
+    base = Figure(0.1, 0.1, 0.1, samples=3, launches=3)
+    assert over(Figure(value, value, value, samples=3, launches=3), base) == text
+    assert over(Figure(value, value, value, samples=3, launches=1), base) == few[text]
+    assert over(None, base) == "-"
+
+
+def test_what_a_command_did_not_select_was_not_left_out_by_accident() -> None:
+    text = text_of(COMPARE, UNIVERSAL, command="relaymeter compare --change=dp4-dp2 --paths in-memory,universal")
+    assert (
+        "- not selected by --change: 4 changes of 5: " in text and "- not selected by --paths: no change by dcp" in text
+    )
+    assert "not selected" not in text_of(COMPARE, UNIVERSAL)
+    known = Source(Path("a"), (COMPARE,), How("relaymeter compare --change dp4-dp2", ()))
+    other = Source(Path("b"), (UNIVERSAL,), How("relaymeter compare", ()))
+    assert "not selected" not in markdown(make_document([known, other]), {})
+
+
+def test_each_of_several_commands_says_what_it_made_and_a_scenario_of_ones_own_is_named() -> None:
+    command = "relaymeter compare --scenario my/own.toml --journal j --results 'r s'"
+    sources = [
+        Source(Path("one/rows.jsonl"), (COMPARE,), How(command, ())),
+        Source(Path("two/rows.jsonl"), (UNIVERSAL,), How(f"{command} --force", ())),
+    ]
+    text = markdown(make_document(sources), {})
+    assert f"# made one (1 row)\n{command}\n# made two (1 row): the same command again, over files" in text
+    assert "content is not kept here (attach them): my/own.toml." in text
+    assert "# made" not in text_of(COMPARE) and "attach" not in text_of(COMPARE)
+
+
+def test_no_table_of_paths_is_wider_than_seven_columns() -> None:
+    storages = [replace(UNIVERSAL, path=path, storage=f"s{n}") for path in ("dcp", "universal") for n in range(5)]
+    rows = [replace(row, change=f"c{n}", predicted_pause_s=0.3) for n in range(8) for row in (COMPARE, *storages)]
+    (section,) = make_document([Source(Path("r"), tuple(rows), None)]).sections
+    assert max(len(table.columns) for table in section.tables) == 7
+    assert [table.title for table in section.tables[:2]] == [
+        f"pause of every change of rfc-small, {part}" for part in ("1 to 6", "7 to 8")
+    ]
+    assert "digests equal by every path that made the change: 90/90" in section.tables[2].captions
+
+
+def test_phases_are_lines_and_those_that_no_path_has_are_left_out() -> None:
     text = text_of(COMPARE, UNIVERSAL)
-    phases = text[text.index(": phases") :]
-    header = ["path", "checkpoint on", "plan", "move", "save", "convert", "relaunch", "import", "build", "load",
-              "refresh", "digest"]  # fmt: skip
-    assert line(phases, "path") == header
-    assert line(phases, "universal")[2:] == ["-", "-", "2 s", "3 s", "2 s", "8 s", "1 s", "4 s", "-", "100 ms"]
+    stay, anew = text.index(": phases, processes stay"), text.index(": phases, processes started anew")
+    phases = [one.split(" | ") for one in text[stay:anew].splitlines() if one.startswith("| ")]
+    assert [(name.removeprefix("| "), time.removesuffix(" |")) for name, time in phases] == [
+        ("phase", "in-memory"), ("plan (not in pause)", "50 ms"), ("move", "150 ms"), ("build (not in pause)", "1 s"),
+        ("refresh", "50 ms"), ("digest (the proof)", "100 ms"),
+    ]  # fmt: skip
+    assert line(text[anew:], "phase") == ["phase", "universal, disk (ext4), warm cache"]
+    names = [one.split(" | ")[0][2:] for one in text[anew : text.index("### Legend")].splitlines() if one[:2] == "| "]
+    assert names[1:] == ["save", "convert", "relaunch", "import", "build", "load", "digest (the proof)"]
 
 
 def test_launches_give_medians_with_intervals() -> None:
     rows = [replace(COMPARE, launch=n, move_s=0.1 * n, pause_s=0.1 * n + 0.05) for n in (1, 2, 3)]
     rows += [replace(COMPARE, launch=1, launch_id="l2", move_s=0.9, pause_s=0.95)]
     text = text_of(*rows)
-    assert line(text, "in-memory")[1:3] == ["4", "300 [150, 950] ms"]
+    assert line(text, "in-memory")[1] == "300 [150, 950] ms" and ", 4 launches: training stands still" in text
     assert "median of 4 launches [smallest, largest]" in text
     assert interval_note(6) == "median of 6 launches [95 % interval from order statistics]"
     assert interval_note(1, 3, "round") == "median of 3 rounds in 1 launch [smallest, largest]"
     assert figure({"a": [3.0, 1.0, 2.0], "b": [5.0]}) == Figure(3.5, 2.0, 5.0, samples=2, launches=2)
     assert figure({}) is None
-    assert figure_text(figure({"a": [0.5]}), Figure(0.25, 0.25, 0.25, 1, 1)) == "500 ms, 2.00x"
+    assert figure_text(figure({"a": [0.5]}), Figure(0.25, 0.25, 0.25, 1, 1)) == "500 ms, 2.0x"
 
 
 def test_cannot_and_failed_are_footnotes_and_wrong_bits_come_first() -> None:
     text = text_of(COMPARE, CANNOT, FAILED, WRONG)
-    assert line(text, "megatron")[3] == "cannot[^3]"
-    assert line(text, "gather")[3] == "failed[^1]"
-    assert line(text, "dcp")[3] == "**WRONG BITS**[^2]"
-    assert line(text, "dcp")[-1] == "89/90 **WRONG BITS**"
+    disk = "disk (ext4), warm cache"
+    assert line(text, f"megatron, {disk}")[1] == "cannot[^3]"
+    assert line(text, "gather")[1] == "failed[^1]"
+    assert line(text, f"dcp, {disk}")[1] == "**WRONG BITS**[^2]"
+    assert line(text, f"dcp, {disk}")[-1] == "89/90 **WRONG BITS**"
     assert "[^3]: Megatron is not installed" in text
     assert text.split("\n\n")[1] == (
         "- **WRONG BITS** in dp4-dp2 by dcp on disk: 1 of 90 digests differ; first: exp_avg of w, elements 0 to 4095"
@@ -144,7 +226,7 @@ def test_cannot_and_failed_are_footnotes_and_wrong_bits_come_first() -> None:
 
 def test_a_launch_that_failed_or_had_wrong_bits_is_in_no_median() -> None:
     text = text_of(COMPARE, replace(COMPARE, launch=2, digest_passed=89, pause_s=99.0, verdict="ok"))
-    assert line(text, "in-memory")[1:3] == ["1 of 2[^1]", "200 ms"]
+    assert line(text, "in-memory (1 of 2 launches)[^1]")[1] == "200 ms"
     document = make_document([Source(Path("r"), (replace(COMPARE, digest_passed=89),), None)])
     assert document.exit_code == 6 and "1 of 90 digests differ" in document.wrong[0]
 
@@ -152,7 +234,7 @@ def test_a_launch_that_failed_or_had_wrong_bits_is_in_no_median() -> None:
 def test_commits_machines_and_states_never_share_a_table() -> None:
     other = replace(COMPARE, commit="beef-dirty", launch_id="l2", pause_s=0.4)
     text = text_of(COMPARE, other, replace(COMPARE, state_bytes=7_000_000, pause_s=0.7))
-    assert [line_ for line_ in text.splitlines() if line_.startswith("### ") and "phases" not in line_] == [
+    assert [line_ for line_ in text.splitlines() if line_.startswith("### ") and "phases" not in line_][:-1] == [
         "### pause of every change of rfc-small, commit c0ffee on abc",
         "### dp4-dp2: zero3 x4 -> zero3 x2, commit c0ffee on abc",
         "### dp4-dp2: zero3 x4 -> zero3 x2, 7 MB of blocks on 4 ranks, commit c0ffee on abc",
@@ -161,16 +243,17 @@ def test_commits_machines_and_states_never_share_a_table() -> None:
     assert "rows of 2 commits (c0ffee, beef-dirty): each has tables of its own" in text
     assert "commit beef-dirty (the tree differed from the commit), machine abc, unshaped; 4 ranks" in text
     assert "300 ms" not in text  # the mean of 0.2 and 0.4
+    for other in (replace(COMPARE, setting="b", pause_s=0.4), replace(COMPARE, cluster="2 x 2 ranks", pause_s=0.4)):
+        assert "300 ms" not in text_of(COMPARE, other)
 
 
 def test_every_change_and_path_of_a_scenario_stands_in_one_table() -> None:
     back = {"change": "dp2-dp4", "source": "zero3 x2", "destination": "zero3 x4"}
     rows = (COMPARE, UNIVERSAL, replace(COMPARE, **back, pause_s=0.25), replace(CANNOT, **back))
     text = text_of(*rows)
-    assert line(text, "change") == ["change", "in-memory", "universal, disk (ext4), warm cache",
-                                    "megatron, disk (ext4), warm cache"]  # fmt: skip
-    assert line(text, "dp4-dp2: zero3 x4 -> zero3 x2")[1:] == ["200 ms", "20 s, 100x", "not run"]
-    assert line(text, "dp2-dp4: zero3 x2 -> zero3 x4")[1:3] == ["250 ms", "not run"]
+    assert line(text, "path") == ["path", "dp4-dp2: zero3 x4 -> zero3 x2", "dp2-dp4: zero3 x2 -> zero3 x4"]
+    assert line(text, "in-memory")[1:] == ["200 ms", "250 ms"]
+    assert line(text, "universal, disk (ext4), warm cache")[1:] == ["20 s, 100x", "not run"]
     assert "- dp2-dp4: zero3 x2 -> zero3 x4: universal on disk (ext4), warm cache" in text
 
 

@@ -75,8 +75,6 @@ def rows_of(
         if path in ("dcp", "universal"):
             for storage in storages:
                 cells = [_through_storage(told, path, storage, cache) for cache in caches[storage]]
-                if all("cannot" in cell for cell in cells):  # one reason, not one for each state of the page cache
-                    cells = cells[:1]
                 rows += [(path, storage, cell) for cell in cells]
         elif path == "megatron":
             rows.append((path, None, {"cannot": _megatron(change, on_gpu)}))
@@ -132,7 +130,7 @@ def _through_storage(told: Told, path: str, storage: str, cache: str | None) -> 
     for step in steps:
         if "cannot" in step or "failed" in step:
             key = "cannot" if "cannot" in step else "failed"
-            return {key: step[key], "cache": cache if key == "failed" else None}
+            return {key: step[key], "cache": cache}
     phases = dict(saved["phases"])
     imports = told.start.get("import", 0.0)
     if path == "universal":

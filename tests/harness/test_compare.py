@@ -77,7 +77,7 @@ def test_what_a_path_cannot_or_failed_to_do_is_a_row_with_its_reason() -> None:
     told = replace(TOLD, converted={"disk": {"cannot": "converting fails: why"}}, loaded=LOADED[2:3])
     rows = made(told)
     by = {(row.path, row.cache): row for row in rows}
-    assert by["universal", None].cannot == "converting fails: why"  # one reason for both states of the page cache
+    assert by["universal", "warm"].cannot == by["universal", "cold"].cannot == "converting fails: why"
     assert by["dcp", "cold"].failed == "not reached" and by["dcp", "warm"].ok
     assert by["gather", None].failed == "not reached"
     assert "CUDA" in str(made(told, change=3)[-1].cannot)  # TP2 -> TP4

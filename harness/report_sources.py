@@ -54,8 +54,9 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What tables call it: the kept folder, or the file."""
-        return self.path.parent.name if self.path.name == _ROWS and self.how is not None else self.path.name
+        """What tables call it: the kept folder, or the file. Bytes that are no UTF-8 stand as their escapes."""
+        kept = self.path.parent if self.path.name == _ROWS and self.how is not None else self.path
+        return kept.name.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True, order=True)

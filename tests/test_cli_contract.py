@@ -17,31 +17,13 @@ from relaymeter.calibration.fingerprint import machine_facts
 from relaymeter.calibration.profiles import ExecutorProfile, Profile
 from relaymeter.harness.cli import build_parser, main
 from relaymeter.relayout.topology import Topology
+from surface import HIDDEN, SURFACE
 
-RANKS = {"--nodes", "--ranks-per-node", "--nic", "--nic-per", "--time-limit"}
-OUTPUT = {"--json", "--force"}
-PRICING = {"--scenario", "--move", "--bucket-bytes"}
-SURFACE = {
-    "calibrate": {"--out", "--check", "--simulate", "--allow-mismatch", "--executor", "--quick", "--budget"}
-    | {"--paths", "--storage"} | RANKS | OUTPUT,
-    "choose": {"--profile", "--simulate", "--executor", "--allow-mismatch", "--out", "--format"} | PRICING | OUTPUT,
-    "compare": {"--scenario", "--change", "--paths", "--storage", "--launches", "--journal", "--work", "--results"}
-    | {"--profile"} | RANKS | OUTPUT,
-    "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
-    "run": {
-        "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",
-        "--move-limit", "--allow-mismatch", "--plot", "--results", "--simulate",
-    } | PRICING | RANKS | OUTPUT,
-    "report": {"results", "--out"} | OUTPUT,
-    "soak": {"--seconds", "--bytes", "--message", "--executor", "--fault"} | RANKS | OUTPUT,
-    "validate": {"--profile", "--simulate", "--quick", "--results"} | RANKS | OUTPUT,
-}  # fmt: skip
 PLAN = ["plan", "--scenario", "smoke", "--topology", "2x2"]
 CHOOSE = ["choose", "--scenario", "smoke", "--profile"]
 OLD_MOVE = [
     "run", "--scenario", "transitions", "--nodes", "2", "--ranks-per-node", "4", "--max-extra", "2MiB", "--move",
 ]  # fmt: skip
-HIDDEN = {"compare": {"--fault"}, "run": {"--fault"}, "validate": {"--fault"}}
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:

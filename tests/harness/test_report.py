@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -338,6 +339,14 @@ def test_text_is_no_markup() -> None:
     assert escaped("a | b\n<class 'x'> *y* _z_ a_b [1, 2] ~") == "a \\| b &lt;class 'x'> \\*y\\* \\_z\\_ a_b [1, 2] \\~"
     table = ReportTable("t", (("a", "left"), ("b", "right")), ())
     assert table.without_empty().columns == ()
+
+
+def test_a_name_that_is_no_utf8_is_told_by_its_escapes(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"d\xff.jsonl")
+    path.write_text(dump_lines([COMPARE]))
+    assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert "d\\udcff.jsonl" in (tmp_path / "out" / "rows.csv").read_text()
+    assert "d\\udcff.jsonl" in (tmp_path / "out" / "report.md").read_text().replace("\\\\", "\\")
 
 
 def test_rows_that_stand_in_two_files_count_once_and_reports_are_no_results(tmp_path: Path) -> None:

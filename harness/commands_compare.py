@@ -7,7 +7,6 @@ is given, tabled and judged.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
 import time
@@ -37,7 +36,7 @@ from relaymeter.harness.compare_prices import open_path_costs, price_lines, with
 from relaymeter.harness.compare_storage import Storage, check_room, find_storages
 from relaymeter.harness.config import nearest
 from relaymeter.harness.jobs import ClusterConfig, Fault
-from relaymeter.harness.launch import WorldHint, already_in_world, visible_gpus
+from relaymeter.harness.launch import WorldHint, already_in_world
 from relaymeter.harness.results import keep_results, machine_id, make_stamp
 from relaymeter.harness.scenario import load_any
 from relaymeter.harness.verdict import judge_comparison
@@ -207,13 +206,9 @@ def _priced(rows: list[CompareRecord], costs: PathCosts | None) -> list[CompareR
 
 def _facts(making: Making) -> dict[str, Any]:
     """What a reader has to know of the machine and what ran on it."""
-    ranks = making.cluster.nodes * making.cluster.ranks_per_node
-    on_gpu = len(visible_gpus(os.environ)) >= ranks
-    found = machine_facts() | {
-        "python": platform.python_version(),
-        "backend": "nccl" if on_gpu else "gloo",
-        "device": "cuda" if on_gpu else "cpu",
-    }
+    found = machine_facts() | {"python": platform.python_version()}
+    if already_in_world() is None:  # the ranks of a launcher may have other GPUs than this process sees
+        found["backend"], found["device"] = ("nccl", "cuda") if making.on_gpu else ("gloo", "cpu")
     with suppress(PackageNotFoundError):
         found["deepspeed"] = version("deepspeed")
     return found

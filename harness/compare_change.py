@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +29,11 @@ from relaymeter.harness.compare_config import CompareChange, CompareScenario
 from relaymeter.harness.compare_rows import Told, rows_of
 from relaymeter.harness.compare_storage import Storage, Workplace, folder_bytes
 from relaymeter.harness.jobs import ClusterConfig, CompareLoad, CompareLoadJob, CompareSaveJob, Fault, RunStamp
+from relaymeter.harness.launch import visible_gpus
 from relaymeter.harness.models import weight_specs
 from relaymeter.units import format_seconds
 
-__all__ = ["INTERRUPTED", "MOVE_LIMIT_S", "Making", "convert", "make_change", "state_bytes"]
+__all__ = ["INTERRUPTED", "MOVE_LIMIT_S", "Making", "convert", "loaded_form", "loads_of", "make_change", "state_bytes"]
 
 #: Limit of one move, in seconds.
 MOVE_LIMIT_S = 120.0
@@ -64,6 +65,11 @@ class Making:
             "fault": None if self.fault is None else self.fault.model_dump(mode="json"),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether every rank has a GPU of its own."""
+        return len(visible_gpus(os.environ)) >= self.cluster.nodes * self.cluster.ranks_per_node
 
     @property
     def left_s(self) -> float:
@@ -107,12 +113,10 @@ def _make(making: Making, change: CompareChange, out: emit.Output) -> tuple[int,
             if ("universal", name) in saved:
                 out.say(f"  universal: converting on {name}")
                 told.converted = {**told.converted, name: convert(place / "universal", making.left_s)}
-        loads = _loads(making, places, saved, told)
+        loads = loads_of(making.storages, places, saved, told.converted)
         if not loads:
             return code, told
-        told.written_bytes = {
-            (load.path, load.storage): folder_bytes(_loaded_form(Path(load.folder), load.path)) for load in loads
-        }
+        told.written_bytes = {(load.path, load.storage): folder_bytes(loaded_form(load)) for load in loads}
         load = CompareLoadJob(
             scenario=one, loads=loads, digests=found["digests"], launched_at=time.time(), time_limit_s=making.left_s,
             stamp=making.stamp, fault=making.fault if making.paths[0] in through else None,
@@ -128,27 +132,32 @@ def _make(making: Making, change: CompareChange, out: emit.Output) -> tuple[int,
 def _first(told: Told, found: Mapping[str, Any] | None, code: int) -> None:
     """Note what the first world told."""
     if found is not None:
-        told.saved, told.state_bytes = found["cells"], found["state_bytes"]
+        told.saved, told.state_bytes, told.on_gpu = found["cells"], found["state_bytes"], found["on_gpu"]
     if code != EXIT_OK:
         told.lost = f"the ranks that train ended with exit code {code}"
 
 
-def _loaded_form(folder: Path, path: str) -> Path:
+def loaded_form(load: CompareLoad) -> Path:
+    """The folder of the checkpoint in the form that is loaded."""
     from relaymeter.harness.paths.universal import universal_folder
 
-    return universal_folder(folder) if path == "universal" else folder
+    return universal_folder(load.folder) if load.path == "universal" else Path(load.folder)
 
 
-def _loads(
-    making: Making, places: Mapping[str, Path], saved: set[tuple[Any, Any]], told: Told
+def loads_of(
+    storages: Sequence[Storage],
+    places: Mapping[str, Path],
+    saved: Collection[tuple[Any, Any]],
+    converted: Mapping[str, Mapping[str, Any]],
 ) -> tuple[CompareLoad, ...]:
-    """Every checkpoint that can be loaded, warm before cold, since a load warms the page cache again."""
+    """Every checkpoint that can be loaded, warm before cold, since a load warms the page cache again. ``saved``: paths
+    and storages of the saves that ended well; ``places`` and ``converted`` by storage. Pure."""
     found = []
-    for storage in making.storages:
+    for storage in storages:
         for path in ("dcp", "universal"):
             ready = (path, storage.name) in saved
             if path == "universal":
-                ready = ready and "convert_s" in told.converted.get(storage.name, {})
+                ready = ready and "convert_s" in converted.get(storage.name, {})
             if ready:
                 place = str(places[storage.name] / path)
                 found += [

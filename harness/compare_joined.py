@@ -8,7 +8,6 @@ loads them, and its rank 0 has the rows.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +17,13 @@ from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import EXIT_OK, InputError
 from relaymeter.harness import emit
 from relaymeter.harness.commands_ranks import work_together
-from relaymeter.harness.compare_change import MOVE_LIMIT_S, Making, convert
+from relaymeter.harness.compare_change import MOVE_LIMIT_S, Making, convert, loaded_form, loads_of
 from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.compare_rows import Told, rows_of
 from relaymeter.harness.compare_storage import Storage, folder_bytes
-from relaymeter.harness.jobs import CompareLoad, CompareLoadJob, CompareSaveJob
+from relaymeter.harness.jobs import CompareLoadJob, CompareSaveJob
 from relaymeter.harness.launch import WorldHint
 from relaymeter.harness.page_cache import file_system
-from relaymeter.harness.paths.universal import universal_folder
 from relaymeter.records import dump_json, load_json, write_text
 
 __all__ = ["joined", "work_storage"]
@@ -78,22 +76,26 @@ def _second(
         raise InputError(
             f"--work {storage.folder} holds the first half of another change or training: give an empty folder"
         )
+    saved = {(cell["path"], cell["storage"]) for cell in told["cells"] if "phases" in cell}
+    converted = {storage.name: told["converted"]} if told["converted"] else {}
+    loads = loads_of((storage,), {storage.name: storage.folder}, saved, converted)
     load = CompareLoadJob(
-        scenario=scenario, loads=_loads(told, storage), digests=told["digests"], launched_at=_started(),
+        scenario=scenario, loads=loads, digests=told["digests"], launched_at=_started(),
         time_limit_s=making.left_s, nic_per=nic_per, stamp=making.stamp,
     )  # fmt: skip
     code, later = work_together(load, None, hint, out)
     if hint.rank:
         return code, None
     found = later or {"start": {}, "cells": []}
-    written = {(str(one.path), storage.name): folder_bytes(_form(Path(one.folder), one.path)) for one in load.loads}
+    written = {(str(one.path), storage.name): folder_bytes(loaded_form(one)) for one in loads}
     if code == EXIT_OK:
         for path in ("dcp", "universal"):
             shutil.rmtree(storage.folder / path, ignore_errors=True)
         kept.unlink()
     facts = Told(
-        saved=told["cells"], converted={storage.name: told["converted"]} if told["converted"] else {},
-        start=found["start"], loaded=found["cells"], state_bytes=told["state_bytes"], written_bytes=written,
+        saved=told["cells"], converted=converted,
+        start=found["start"], loaded=found["cells"], state_bytes=told["state_bytes"], on_gpu=told["on_gpu"],
+        written_bytes=written,
         lost="" if code == EXIT_OK else f"the ranks that load ended with exit code {code}",
     )  # fmt: skip
     rows = rows_of(
@@ -106,23 +108,6 @@ def _second(
 
 def _identity(scenario: CompareScenario) -> dict[str, Any]:
     return scenario.model_dump(mode="json", include={"name", "model", "training", "changes"})
-
-
-def _loads(told: Mapping[str, Any], storage: Storage) -> tuple[CompareLoad, ...]:
-    found = []
-    for cell in told["cells"]:
-        ready = cell["storage"] is not None and "phases" in cell
-        if ready and (cell["path"] != "universal" or "convert_s" in told["converted"]):
-            place = str(storage.folder / cell["path"])
-            found += [
-                CompareLoad(path=cell["path"], storage=storage.name, cache=cache, folder=place)
-                for cache in storage.caches
-            ]
-    return tuple(found)
-
-
-def _form(folder: Path, path: str) -> Path:
-    return universal_folder(folder) if path == "universal" else folder
 
 
 def _started() -> float:

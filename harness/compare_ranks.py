@@ -85,6 +85,7 @@ def run_save_job(job: CompareSaveJob, world: World, say: Say) -> Iterator[dict[s
         digests = {name: every[0] for name, every in copies.items() if every}
         result: dict[str, Any] = {
             "nodes": world.topology.nodes,
+            "on_gpu": world.backend == "nccl",
             "digests": digests,
             "state_bytes": _state_bytes(source, weights_only=change.destination is None),
             "cells": [],

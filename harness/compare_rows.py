@@ -47,6 +47,8 @@ class Told:
     state_bytes: int = 0
     written_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """By path and storage: bytes of the checkpoint in the form that is loaded."""
+    on_gpu: bool = False
+    """Whether the ranks exchanged what lies on GPUs, over NCCL."""
     lost: str = ""
     """Why cells are missing, where a world ended badly."""
 
@@ -64,7 +66,6 @@ def rows_of(
     caches: Mapping[str, Sequence[str | None]],
     cluster: str = "",
     setting: str = "",
-    on_gpu: bool = False,
 ) -> list[CompareRecord]:
     """A row for every path, over every storage and page cache where it writes a checkpoint.
 
@@ -77,7 +78,7 @@ def rows_of(
                 cells = [_through_storage(told, path, storage, cache) for cache in caches[storage]]
                 rows += [(path, storage, cell) for cell in cells]
         elif path == "megatron":
-            rows.append((path, None, {"cannot": _megatron(change, on_gpu)}))
+            rows.append((path, None, {"cannot": _megatron(change, told.on_gpu)}))
         else:
             found = next((cell for cell in told.saved if cell["path"] == path), None)
             rows.append((path, None, dict(found or {"failed": told.lost or "not reached"})))

@@ -81,6 +81,7 @@ def test_what_a_path_cannot_or_failed_to_do_is_a_row_with_its_reason() -> None:
     assert by["dcp", "cold"].failed == "not reached" and by["dcp", "warm"].ok
     assert by["gather", None].failed == "not reached"
     assert "CUDA" in str(made(told, change=3)[-1].cannot)  # TP2 -> TP4
+    assert "CUDA" not in str(made(replace(told, on_gpu=True), change=3)[-1].cannot)
     assert "no ZeRO partitions" in str(by["megatron", None].cannot)
     assert judge_comparison(rows).exit_code == EXIT_CRASH
     assert judge_comparison([row for row in rows if row.failed is None]).exit_code == EXIT_OK

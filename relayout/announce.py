@@ -3,6 +3,7 @@
     assembly = Assembly(group, deadline, poll)
     assembly.refuse(error_or_none)                              # raises on every rank where one has an error
     found = assembly.announce(value_or_none, "the source engine")
+    table = assembly.numbers([bytes_held])                      # of every rank
 
 Values are JSON; every method is collective over the group.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from relaymeter.errors import InputError, PlanDisagreement
 from relaymeter.relayout.plain_state import field_differences
-from relaymeter.relayout.transport import control_device, wait_for
+from relaymeter.relayout.transport import Waiter, control_device, wait_for
 
 __all__ = ["Assembly"]
 
@@ -32,25 +33,31 @@ _T = TypeVar("_T")
 @dataclass(frozen=True)
 class Assembly:
     """The ranks of ``group`` (None: the world), who wait for each other until ``deadline`` (``time.monotonic()``; None:
-    the group's own time limit). ``poll`` is called while waiting and may raise to stop."""
+    the group's own time limit). ``poll`` is called while waiting and may raise to stop; ``waiter`` is the thread that
+    waits meanwhile, for a caller who has one."""
 
     group: dist.ProcessGroup | None = None
     deadline: float | None = None
     poll: Callable[[], None] | None = None
+    waiter: Waiter | None = None
 
     def refuse(self, refusal: Exception | None) -> None:
         """Raise on every rank where one of them has a refusal: its own error there, an InputError with the text of the
         lowest such rank on the others."""
+        self.numbers([], refusal)
+
+    def numbers(self, values: Sequence[int], refusal: Exception | None = None) -> NDArray[np.int64]:
+        """The ``values`` of every rank, [rank, value], as many on each. Raises as ``refuse``, in the same exchange."""
         text = "" if refusal is None else str(refusal) or type(refusal).__name__
-        sizes = self._gather([len(text.encode())])[:, 0]
-        refusing = np.flatnonzero(sizes)
+        told = self._gather([len(text.encode()), *values])
+        refusing = np.flatnonzero(told[:, 0])
         if not len(refusing):
-            return
+            return told[:, 1:]
         first = int(refusing[0])
-        told = self._broadcast(text, first, int(sizes[first]))
+        reason = self._broadcast(text, first, int(told[first, 0]))
         if refusal is not None:
             raise refusal
-        raise InputError(f"rank {self._world_rank(first)}: {told}")
+        raise InputError(f"rank {self._world_rank(first)}: {reason}")
 
     def attempt(self, work: Callable[[], _T]) -> _T:
         """What ``work`` gives, which is this rank's own; an error in it is every rank's, as ``refuse`` says."""
@@ -68,16 +75,25 @@ class Assembly:
         Raises PlanDisagreement on every rank where two have different values, naming ``what``, the two ranks and the
         places that differ.
         """
+        return self.announce_beside(value, what, [])[0]
+
+    def announce_beside(
+        self, value: Any | None, what: str, numbers: Sequence[int], refusal: Exception | None = None
+    ) -> tuple[Any | None, NDArray[np.int64]]:
+        """``announce`` and ``numbers`` in one exchange, two where a rank has no value of its own."""
         text = "" if value is None else json.dumps(value)
         digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()  # dicts have no order
         words = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 32, 8)]
-        heads = self._gather([len(text.encode()), *words])
+        table = self.numbers([len(text.encode()), *words, *numbers], refusal)
+        heads, beside = table[:, :5], table[:, 5:]
         having = np.flatnonzero(heads[:, 0])
         if not len(having):
-            return None
+            return None, beside
         first = int(having[0])
+        others = [int(rank) for rank in having if (heads[rank, 1:] != heads[first, 1:]).any()]
+        if not others and len(having) == len(heads):
+            return json.loads(text), beside
         told = json.loads(self._broadcast(text, first, int(heads[first, 0])))
-        others = [int(rank) for rank in having if (heads[rank] != heads[first]).any()]
         if others:
             odd = others[0]
             other = json.loads(self._broadcast(text, odd, int(heads[odd, 0])))
@@ -85,7 +101,7 @@ class Assembly:
             places = list(field_differences(told, other, sides=(f"rank {ranks[0]}", f"rank {ranks[1]}")))
             shown = "; ".join(places[:3]) + (f"; and {len(places) - 3} more" if len(places) > 3 else "")
             raise PlanDisagreement(f"ranks {ranks[0]} and {ranks[1]} tell different things of {what}: {shown}")
-        return told
+        return told, beside
 
     def tell_all(self, value: Any) -> list[Any]:
         """The ``value`` of every rank, in the order of the group. For small values."""
@@ -117,7 +133,13 @@ class Assembly:
         return _text(buffer)
 
     def _wait(self, work: dist.Work | None) -> None:
-        wait_for([work] if work is not None else [], group=self.group, deadline=self.deadline, poll=self.poll)
+        wait_for(
+            [work] if work is not None else [],
+            group=self.group,
+            deadline=self.deadline,
+            poll=self.poll,
+            waiter=self.waiter,
+        )
 
 
 def _text(data: torch.Tensor) -> str:

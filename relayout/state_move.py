@@ -1,6 +1,7 @@
 """Training state from one live engine into another: masters, moments, steps, groups, scheduler, scaler, counters.
 
     move = TrainingStateMove(source_engine, destination_engine)     # every rank of the world; None where there is none
+    move.prepare()                                                  # while training goes on; else run does it
     timing = move.run(prove=True)
     move.verify().raise_for_mismatch()
 
@@ -42,17 +43,18 @@ from relaymeter.relayout.traffic import Traffic
 from relaymeter.relayout.training_fields import read_fields, write_fields
 from relaymeter.relayout.training_match import expected_fields
 from relaymeter.relayout.training_state import (
+    allocate_missing,
     check_ready,
     check_writable,
     missing_bytes,
     only_tensors,
-    prepare,
     read_together,
     refresh_from_masters,
     refuse_other_model,
     training_storages,
+    zero_filled,
 )
-from relaymeter.relayout.transport import connect_all
+from relaymeter.relayout.transport import Waiter, connect_all
 
 __all__ = ["StateMoveReport", "StateMoveTiming", "TrainingStateMove"]
 
@@ -64,10 +66,11 @@ _COMPARED = ("engine", "groups", "per_weight", "per_parameter", "scheduler", "sc
 class StateMoveTiming:
     """One move on one rank, in seconds and bytes, from the moment when all ranks had come.
 
-    ``prepare_s``: reading the source's fields and allocating what the destination's optimizer lacked; ``move_s``: the
-    exchange; ``fields_s``: writing the fields; ``refresh_s``: making the low-precision weights; ``digest_s``: digest of
-    the source, if asked for, which ``total_s`` leaves out. ``peak_bytes``: most memory held beyond both engines as they
-    were before, None where unknown; ``allocated_bytes`` of it stay, as the destination's optimizer state.
+    ``prepare_s``: reading the source's fields, and what ``TrainingStateMove.prepare`` does where that was not called or
+    a storage has moved since; ``move_s``: the exchange; ``fields_s``: writing the fields; ``refresh_s``: making the
+    low-precision weights; ``digest_s``: digest of the source, if asked for, which ``total_s`` leaves out.
+    ``peak_bytes``: most memory held beyond both engines as they were before the move was prepared, None where unknown;
+    ``allocated_bytes`` of it stay, as the destination's optimizer state.
     """
 
     prepare_s: float
@@ -150,6 +153,7 @@ class TrainingStateMove:
         self._members = tuple(members)
         self._source, self._destination = source_engine, destination_engine
         self._limit_s, self._heartbeat, self._hooks = time_limit_s, heartbeat, hooks
+        self._waiter = Waiter()
         self._topology = Topology.grid(1, len(self._members)) if topology is None else topology
         self._executor = executor or ("all-to-all" if dist.get_backend(group) == "nccl" else "send-recv")
         if not time_limit_s > 0:
@@ -174,6 +178,7 @@ class TrainingStateMove:
         self._missing_bytes = missing_bytes(destination_engine, self._wanted)
         self._mover: Mover | None = None
         self._places: Sequence[int] = ()
+        self._allocated = 0
         self._expected: LayoutDigest | None = None
         self._ran = False
 
@@ -190,7 +195,8 @@ class TrainingStateMove:
             consequence=consequence,
         ) as deadline:
             try:
-                yield Assembly(self._group, deadline, None if self._heartbeat is None else self._heartbeat.poll)
+                poll = None if self._heartbeat is None else self._heartbeat.poll
+                yield Assembly(self._group, deadline, poll, self._waiter)
             except (InputError, PlanDisagreement, DigestMismatch) as error:
                 refusal = error
         if refusal is not None:
@@ -255,6 +261,17 @@ class TrainingStateMove:
         """Tensors that the affine planner could not express, and why."""
         return self.schedule.plan.fallbacks
 
+    def prepare(self) -> int:
+        """Allocate what the destination's optimizer lacks, compile the move and agree on it, so that ``run``, in which
+        training stands still, finds all that ready. Collective; returns the bytes allocated on this rank.
+
+        Not needed: ``run`` does what was not done. Nothing that either engine holds is changed. Raises as ``run``.
+        """
+        with self._together("preparing the move") as ranks:
+            mover = self._ready(ranks)
+        mover.agree()
+        return self._allocated
+
     def run(self, *, prove: bool = False) -> StateMoveTiming:
         """Move everything once, then the fields, then refresh the low-precision weights. Collective.
 
@@ -264,15 +281,15 @@ class TrainingStateMove:
         """
         broken = "and the destination is not usable"
         with self._together("reading the source's fields") as ranks:
-            ranks.tell_all(None)  # so that no rank's time counts another's delay
+            ranks.refuse(None)  # so that no rank's time counts another's delay
             begin = time.perf_counter()
-            self._wanted = self._reread(ranks)
-            allocated = ranks.attempt(lambda: missing_bytes(self._destination, self._wanted))
-            mover = self._compiled(ranks)
+            mover = self._ready(ranks)
+            allocated, self._allocated = self._allocated, 0
         prepared = time.perf_counter()
         with self._together("the digest of the source") as ranks:
             self._expected = self._digest_source(ranks) if prove else None
         proved = time.perf_counter()
+        zero_filled(self._destination, self._wanted)
         moved: MoveTiming = mover.run()
         arrived = time.perf_counter()
         with self._together("the refresh of the weights", broken) as ranks, PeakMemory(self._device) as refreshing:
@@ -284,7 +301,7 @@ class TrainingStateMove:
             if self._destination is not None:
                 refresh_from_masters(self._destination)
                 filled(self._destination)
-            ranks.tell_all(None)
+            ranks.refuse(None)
         end = time.perf_counter()
         self._ran = True
         peaks = [moved.peak_bytes, refreshing.bytes]
@@ -306,55 +323,73 @@ class TrainingStateMove:
         engine = self._destination if self._destination is not None else self._source
         return torch.device("cpu") if engine is None else torch.device(engine.device)
 
-    def _reread(self, ranks: Assembly) -> dict[str, Any]:
-        def read() -> dict[str, Any] | None:
-            side, fields = "source", None
-            try:
-                if self._source is not None:
-                    check_ready(self._source)
-                    fields = read_fields(self._source)
-                side = "destination"
-                if self._destination is not None:
-                    check_writable(self._destination)
-            except InputError as error:
-                raise InputError(f"{side}: {error}") from error
-            return fields
-
-        fields = ranks.attempt(read)
-        found = ranks.announce(fields, "the source engine's fields")
+    def _ready(self, ranks: Assembly) -> Mover:
+        """The mover, with the source's fields as they are now: read anew, and compiled anew where nothing was compiled
+        yet or a storage has another address on any rank."""
+        fields: dict[str, Any] | None = None
+        refusal: Exception | None = None
+        changed = True
+        try:
+            fields = self._read()
+            if self._mover is not None and not missing_bytes(self._destination, self._wanted):
+                changed = self._places_of(*self._storages()) != self._places
+        except Exception as error:
+            refusal = error
+        what = "the source engine's fields"
+        found, told = ranks.announce_beside(None if refusal else fields, what, [changed], refusal)
         if found is None or found["per_weight"] != self._state.fields["per_weight"]:
             raise InputError(
                 "the source's optimizer holds other states than when this move was planned: make a new "
                 "TrainingStateMove"
             )
         self._state = dataclasses.replace(self._state, fields=found)
-        return expected_fields(found, self._target.fields)
+        self._wanted = expected_fields(found, self._target.fields)
+        return self._compile(ranks) if self._mover is None or told.any() else self._mover
 
-    def _compiled(self, ranks: Assembly) -> Mover:
-        """The mover over both engines' storages, made anew where one of them has another address since."""
+    def _read(self) -> dict[str, Any] | None:
+        """The source's fields; None where this rank has no source. Raises InputError where an engine is not ready."""
+        side, fields = "source", None
+        try:
+            if self._source is not None:
+                check_ready(self._source)
+                fields = read_fields(self._source)
+            side = "destination"
+            if self._destination is not None:
+                check_writable(self._destination)
+        except InputError as error:
+            raise InputError(f"{side}: {error}") from error
+        return fields
+
+    def _storages(self) -> list[dict[str, torch.Tensor]]:
         names = list(self._layouts[1].specs)
+        return [training_storages(engine, names) for engine in (self._source, self._destination)]
+
+    @staticmethod
+    def _places_of(source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]) -> list[int]:
+        return [storage.data_ptr() for held in (source, destination) for storage in held.values()]
+
+    def _compile(self, ranks: Assembly) -> Mover:
+        """Make the mover over both engines' storages; the destination's optimizer gets what it lacks before."""
 
         def storages() -> list[dict[str, torch.Tensor]]:
+            self._allocated += missing_bytes(self._destination, self._wanted)
             if self._destination is not None:
-                prepare(self._destination, self._wanted)
-            return [training_storages(engine, names) for engine in (self._source, self._destination)]
+                allocate_missing(self._destination, self._wanted)
+            return self._storages()
 
         source, destination = ranks.attempt(storages)
-        places = [storage.data_ptr() for held in (source, destination) for storage in held.values()]
-        moved_on = ranks.tell_all(self._mover is None or places != self._places)
-        if self._mover is None or any(moved_on):
-            self._places = places
-            self._mover = Mover(
-                self.schedule,
-                self._rank,
-                source,
-                destination,
-                self._executor,
-                group=self._group,
-                time_limit_s=self._limit_s,
-                heartbeat=self._heartbeat,
-                hooks=self._hooks,
-            )
+        self._places = self._places_of(source, destination)
+        self._mover = Mover(
+            self.schedule,
+            self._rank,
+            source,
+            destination,
+            self._executor,
+            group=self._group,
+            time_limit_s=self._limit_s,
+            heartbeat=self._heartbeat,
+            hooks=self._hooks,
+        )
         return self._mover
 
     def _proof(self) -> tuple[Layout, Layout]:

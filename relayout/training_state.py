@@ -31,6 +31,7 @@ from relaymeter.relayout.training_fields import base_optimizer, read_fields, sta
 __all__ = [
     "FROZEN",
     "TrainingState",
+    "allocate_missing",
     "check_ready",
     "check_writable",
     "missing_bytes",
@@ -41,9 +42,12 @@ __all__ = [
     "refresh_from_masters",
     "refuse_other_model",
     "training_storages",
+    "zero_filled",
 ]
 
 FROZEN = "frozen"
+#: States that lie in the weights' own storages.
+_OF_WEIGHTS = (FROZEN, "weights")
 
 
 def check_ready(engine: Any) -> None:
@@ -199,15 +203,16 @@ def training_storages(engine: Any | None, names: Iterable[str]) -> dict[str, tor
 
     A tensor of which the rank holds nothing is left out.
     """
-    if engine is None:
+    names = list(names)
+    if engine is None or not names:
         return {}
     state = base_optimizer(engine).state
     fragments: dict[str, Fragment] = {part.name: part for part in master_fragments(engine)}
-    weights = weights_storage(engine)
+    wanted = [(whole, *whole.split(" ", 1)) for whole in names]
+    weights = weights_storage(engine) if any(kind in _OF_WEIGHTS for _, kind, _ in wanted) else {}
     found = {}
-    for whole in names:
-        kind, _, name = whole.partition(" ")
-        if kind in (FROZEN, "weights"):
+    for whole, kind, name in wanted:
+        if kind in _OF_WEIGHTS:
             if name in weights:
                 found[whole] = weights[name]
         elif name in fragments:
@@ -232,7 +237,7 @@ def _fits(flat: torch.Tensor, kept: Any, dtype: torch.dtype) -> bool:
 
 
 def missing_bytes(engine: Any | None, wanted: Mapping[str, Any]) -> int:
-    """Bytes that ``prepare`` will allocate on this rank."""
+    """Bytes that ``allocate_missing`` will allocate on this rank."""
     if engine is None:
         return 0
     return sum(
@@ -242,16 +247,25 @@ def missing_bytes(engine: Any | None, wanted: Mapping[str, Any]) -> int:
     )
 
 
-def prepare(engine: Any, wanted: Mapping[str, Any]) -> None:
-    """Give the optimizer the states of one value per weight that it lacks (zeros), so that they can be moved into, and
-    zeros to the parameters whose state did not exist before. Local."""
+def allocate_missing(engine: Any, wanted: Mapping[str, Any]) -> None:
+    """Give the optimizer the states of one value per weight that it lacks (zeros), so that they can be moved into.
+    Local; nothing that was there is written."""
     state = base_optimizer(engine).state
     for flat, _, key, dtype in list(_wanted_states(engine, wanted)):
         if not _fits(flat, state[flat].get(key), dtype):
             state[flat][key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
-    filled = training_storages(engine, [f"{key} {name}" for key, name in wanted["filled"]])
-    for storage in filled.values():
+
+
+def zero_filled(engine: Any | None, wanted: Mapping[str, Any]) -> None:
+    """Zeros for the parameters whose state the source does not have and the destination keeps beside others'. Local."""
+    for storage in training_storages(engine, [f"{key} {name}" for key, name in wanted["filled"]]).values():
         storage.zero_()
+
+
+def prepare(engine: Any, wanted: Mapping[str, Any]) -> None:
+    """``allocate_missing`` and ``zero_filled``: all that a state needs before it is moved into the engine. Local."""
+    allocate_missing(engine, wanted)
+    zero_filled(engine, wanted)
 
 
 def refresh_from_masters(engine: Any) -> None:

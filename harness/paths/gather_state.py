@@ -46,10 +46,10 @@ class GatherTimes:
     """Seconds on this rank."""
 
     plan_s: float = 0.0
-    """Reading both ends."""
+    """Reading both ends, and allocating the optimizer states that the destination lacks."""
     gather_s: float = 0.0
     slice_s: float = 0.0
-    """Cutting and copying; allocating optimizer states, and the fields."""
+    """Cutting and copying, and the fields."""
     refresh_s: float = 0.0
 
 
@@ -98,7 +98,7 @@ def gather_training_state(
     """
     _refuse_experts(config)
     ranks, times = Assembly(), GatherTimes()
-    ranks.tell_all(None)  # so that no rank's time counts another's delay
+    ranks.refuse(None)  # so that no rank's time counts another's delay
     begin = time.perf_counter()
     state, target = read_together(source, "source", ranks), read_together(destination, "destination", ranks)
     refuse_other_model(state, target)
@@ -107,12 +107,11 @@ def gather_training_state(
     if any(name.startswith(f"{FROZEN} ") for name in layout.specs):
         raise PathCannot("the calls that gather a training state leave frozen weights and buffers behind")
     full = None if source is None else FullStates(source, training)
-    times.plan_s = time.perf_counter() - begin
-    begin = time.perf_counter()
     if destination is not None:
         prepare(destination, wanted)
     into = training_storages(destination, layout.specs)
-    times.slice_s = time.perf_counter() - begin
+    ranks.refuse(None)
+    times.plan_s = time.perf_counter() - begin
     end = _Source(config, training, tensor_group)
     for name, spec in layout.specs.items():
         kind, param = name.split(" ", 1)
@@ -129,7 +128,7 @@ def gather_training_state(
     written = time.perf_counter()
     if destination is not None:
         refresh_from_masters(destination)
-    ranks.tell_all(None)
+    ranks.refuse(None)
     times.slice_s += written - begin
     times.refresh_s = time.perf_counter() - written
     return times

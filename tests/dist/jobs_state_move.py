@@ -113,6 +113,26 @@ def repeats(seat: Seat) -> dict[str, Any]:
     return found
 
 
+def prepared(seat: Seat) -> dict[str, Any]:
+    """A move prepared while the source trains on: what is there stays, and ``run`` carries what was trained since."""
+    first, second = built(seat, 3, (0, 1, 2, 3), 1), built(seat, 1, (1, 2), 2)
+    step(first, 2)
+    move = TrainingStateMove(first, second)
+    before = None if second is None else {name: kept.clone() for name, kept in whole_masters(second, None).items()}
+    allocated = move.prepare()
+    found: dict[str, Any] = {"allocated": allocated, "again": move.prepare()}
+    after = None if second is None else whole_masters(second, None)
+    found["untouched"] = before is None or all(torch.equal(before[name], after[name]) for name in before)
+    step(first)
+    timing = move.run(prove=True)
+    found["carried"] = [move.verify().ok, differing(first, second), timing.allocated_bytes]
+    found["later"] = move.run().allocated_bytes
+    if second is not None:
+        second.backward(second(torch.full((2, 5), 0.5, dtype=torch.bfloat16)))
+    found["refused"] = refusal(move.prepare)
+    return found
+
+
 def wrong_bits(seat: Seat) -> dict[str, Any]:
     """One bit of one received message flipped: what the check says, and what the next one says."""
     first, second = built(seat, 2, (0, 1), 1), built(seat, 3, (2, 3), 2)

@@ -22,6 +22,18 @@ def test_a_move_planned_once_carries_what_was_trained_since(ranks: Any) -> None:
         assert each["bytes"] == [57 * 3 * 4] * 3
 
 
+def test_a_move_can_be_prepared_while_the_source_trains_on(ranks: Any) -> None:
+    found = ranks(4).call("jobs_state_move:prepared", limit_s=120)
+    for rank, each in enumerate(found):
+        # two moments of 30 of 60 values, 57 and padding to a multiple of 4, on each rank of the destination
+        share = 2 * 30 * 4 if rank in (1, 2) else 0
+        assert [each["allocated"], each["again"]] == [share, share]
+        assert each["untouched"]
+        assert each["carried"] == [True, [], share]
+        assert each["later"] == 0
+        assert "gradients wait for a step" in each["refused"]
+
+
 def test_one_flipped_bit_is_named_and_the_next_check_is_clean(ranks: Any) -> None:
     found = ranks(4).call("jobs_state_move:wrong_bits", limit_s=120)
     one = found[0]

@@ -10,7 +10,7 @@ import argparse
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,10 +21,10 @@ from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import EXIT_OK, EXIT_TIME_LIMIT, EXIT_USAGE, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import compare_emit, emit
 from relaymeter.harness.commands_ranks import (
-    asked_cluster,
     check_results,
     check_targets,
     check_world,
+    cluster_for,
     is_shaped,
     shapeable,
     write_all,
@@ -37,7 +37,7 @@ from relaymeter.harness.compare_storage import Storage, check_room, find_storage
 from relaymeter.harness.config import nearest
 from relaymeter.harness.jobs import ClusterConfig, Fault
 from relaymeter.harness.launch import WorldHint, already_in_world
-from relaymeter.harness.results import keep_results, machine_id, make_stamp
+from relaymeter.harness.results import keep_results, machine_id, make_stamp, named_files
 from relaymeter.harness.scenario import load_any
 from relaymeter.harness.verdict import judge_comparison
 from relaymeter.policies.path_costs import PathCosts
@@ -54,6 +54,7 @@ def compare(args: argparse.Namespace) -> int:
     """Make the comparison, table it and give the verdict. Returns its exit code."""
     begin = time.monotonic()
     scenario = _selected(args)
+    files = named_files(scenario=args.scenario)
     out = emit.Output(args.json, force=args.force)
     check_targets(
         json=args.json, results=args.results, journal=args.journal, scenario=args.scenario, profile=args.profile
@@ -72,10 +73,15 @@ def compare(args: argparse.Namespace) -> int:
     if hint is not None:
         check_world(args, hint)
         ended, found = joined(making, hint, args.nic_per, out)
-        return ended if found is None else _report(args, making, costs, _priced(found, costs), ended, begin, out)
+        return ended if found is None else _report(args, making, costs, _priced(found, costs), ended, begin, files, out)
     if args.journal is not None:
         check_target(args.journal, force=True)
-    rows = _priced(finished_rows(args.journal, making), costs)
+    kept, others = finished_rows(args.journal, making, args.launches)
+    if others:
+        out.say(
+            f"{counted(len(others), 'row')} of other changes or launches stay in {args.journal}, and are not tabled"
+        )
+    rows = _priced(kept, costs)
     code = EXIT_OK
     for launch in range(1, args.launches + 1):
         for change in scenario.changes:
@@ -83,8 +89,8 @@ def compare(args: argparse.Namespace) -> int:
                 out.say(f"{change.name}, launch {launch}: in {args.journal} already")
                 continue
             if time.monotonic() >= making.deadline:
-                code = EXIT_TIME_LIMIT
-                break
+                code = code or EXIT_TIME_LIMIT
+                continue
             number = f" (launch {launch} of {args.launches})" if args.launches > 1 else ""
             out.say(f"{change.name}: {change.source.label} -> {change.end.label}{number}")
             try:
@@ -92,14 +98,14 @@ def compare(args: argparse.Namespace) -> int:
             except KeyboardInterrupt:  # while no ranks run
                 ended, made = INTERRUPTED[0], []
             if ended in INTERRUPTED:
-                return _report(args, making, costs, rows, ended, begin, out)
+                return _report(args, making, costs, rows, ended, begin, files, out)
             code = code or ended
             made = _priced(made, costs)
             for row in made:
                 out.say(compare_emit.row_text(row))
             rows += made
-            _keep_journal(args.journal, rows)
-    return _report(args, making, costs, rows, code, begin, out)
+            _keep_journal(args.journal, [*others, *rows])
+    return _report(args, making, costs, rows, code, begin, files, out)
 
 
 def _selected(args: argparse.Namespace) -> CompareScenario:
@@ -148,11 +154,9 @@ def _storages(args: argparse.Namespace, scenario: CompareScenario, hint: WorldHi
 
 def _cluster(args: argparse.Namespace, scenario: CompareScenario, out: emit.Output) -> ClusterConfig:
     """The ranks to start: one node on loopback, or what the command line says. Raises InputError on too few."""
-    needed = max(change.world for change in scenario.changes)
-    base = ClusterConfig(nodes=1, ranks_per_node=needed)
-    if args.nodes and not args.ranks_per_node:
-        base = ClusterConfig(nodes=1, ranks_per_node=-(-needed // args.nodes))
-    found = asked_cluster(args, base)
+    widest = max(scenario.changes, key=lambda change: change.world)
+    needed = widest.world
+    found = cluster_for(args, needed, f"scenario {args.scenario}, change {widest.name}")
     if found.nodes * found.ranks_per_node < needed:
         raise InputError(
             f"scenario {scenario.name} needs {counted(needed, 'rank')}, --nodes {found.nodes} x --ranks-per-node "
@@ -165,12 +169,16 @@ def _cluster(args: argparse.Namespace, scenario: CompareScenario, out: emit.Outp
     return shapeable(found, out)
 
 
-def finished_rows(journal: Path | None, making: Making) -> list[CompareRecord]:
-    """Rows of the changes that an earlier run of the same comparison has made; not of those in which a path failed,
-    which are made again. Raises InputError where they are of another one."""
+def finished_rows(
+    journal: Path | None, making: Making, launches: int
+) -> tuple[list[CompareRecord], list[CompareRecord]]:
+    """Rows of the changes that an earlier run of the same comparison has made in the first ``launches``, and the
+    journal's other rows: of changes and launches that are not asked for. Those of a change in which a path failed are
+    in neither: it is made again. Raises InputError where they are of another comparison."""
     if journal is None or not journal.exists():
-        return []
-    rows = []
+        return [], []
+    rows: list[CompareRecord] = []
+    others: list[CompareRecord] = []
     for row in read_rows(journal):
         if not isinstance(row, CompareRecord):
             raise InputError(f"--journal {journal} holds rows of other commands: give another file")
@@ -186,9 +194,9 @@ def finished_rows(journal: Path | None, making: Making) -> list[CompareRecord]:
                 f"--journal {journal} holds rows of another comparison of {row.change}: training, engines, --paths, "
                 "--storage, ranks or --nic were others; give another file, or the same options"
             )
-        rows.append(row)
+        (others if change is None or row.launch > launches else rows).append(row)
     again = {(row.change, row.launch) for row in rows if row.verdict == "failed"}
-    return [row for row in rows if (row.change, row.launch) not in again]
+    return [row for row in rows if (row.change, row.launch) not in again], others
 
 
 def _keep_journal(journal: Path | None, rows: Sequence[CompareRecord]) -> None:
@@ -214,6 +222,18 @@ def _facts(making: Making) -> dict[str, Any]:
     return found
 
 
+def _left(args: argparse.Namespace, making: Making, rows: Sequence[CompareRecord]) -> list[str]:
+    """Changes and launches without a row, by name."""
+    have = {(row.change, row.launch) for row in rows}
+    several = args.launches > 1
+    return [
+        f"{change.name} (launch {launch})" if several else change.name
+        for launch in range(1, args.launches + 1)
+        for change in making.scenario.changes
+        if (change.name, launch) not in have
+    ]
+
+
 def _report(
     args: argparse.Namespace,
     making: Making,
@@ -221,6 +241,7 @@ def _report(
     rows: Sequence[CompareRecord],
     code: int,
     begin: float,
+    files: Mapping[str, str],
     out: emit.Output,
 ) -> int:
     """The verdict first, then the tables and files. Returns the exit code."""
@@ -235,6 +256,11 @@ def _report(
     verdict = judge_comparison(rows, code)
     for line in verdict.lines:
         out.say(line)
+    left = _left(args, making, rows)
+    if left:
+        on = "with --journal FILE it could go on" if args.journal is None else "the same command goes on with them"
+        why = "interrupted" if code in INTERRUPTED else "time limit"
+        out.say(f"not run ({why}): {', '.join(left)}; {on}")
     for table in compare_emit.comparison_tables(rows):
         out.table(table)
     for line in compare_emit.comparison_lines(rows):
@@ -242,7 +268,8 @@ def _report(
     size = max((row.state_bytes for row in rows), default=0)
     passed, total = sum(row.digest_passed for row in rows), sum(row.digest_total for row in rows)
     out.say(
-        f"{counted(len({row.change for row in rows}), 'change')}, up to {format_bytes(size)} of state, {passed} of "
+        f"{counted(len({row.change for row in rows}), 'change')}"
+        f"{f', up to {format_bytes(size)} of state' if size else ''}, {passed} of "
         f"{total} digests equal, {format_seconds(time.monotonic() - begin)} in all"
     )
     for line in price_lines(rows, costs) if costs is not None else ():
@@ -251,7 +278,7 @@ def _report(
     def keep() -> None:
         where = keep_results(
             args.results, rows, making.stamp, making.scenario.name, _facts(making),
-            suite=f"compare-{making.scenario.name}",
+            suite=f"compare-{making.scenario.name}", files=files,
         )  # fmt: skip
         out.say(f"results: {where}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -18,18 +19,21 @@ from typing import Any
 from relaymeter.calibration.fingerprint import environment_facts, machine_facts
 from relaymeter.calibration.profiles import Profile, differences
 from relaymeter.calibration.profiles import load as load_profile
-from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError, RelaymeterError
+from relaymeter.errors import EXIT_OK, EXIT_RANK_LOST, EXIT_TIME_LIMIT, EXIT_USAGE, InputError, RelaymeterError
 from relaymeter.harness import emit
 from relaymeter.harness.jobs import ClusterConfig, Job, dump
-from relaymeter.harness.launch import ClusterSpec, WorldHint, launch, visible_gpus
+from relaymeter.harness.launch import ClusterSpec, LaunchResult, WorldHint, launch, visible_gpus
 from relaymeter.records import dump_json, load_json, write_text
+from relaymeter.units import counted
 
 __all__ = [
     "asked_cluster",
     "check_results",
     "check_targets",
     "check_world",
+    "cluster_for",
     "describe_cluster",
+    "first_error",
     "is_shaped",
     "open_profile",
     "shapeable",
@@ -41,6 +45,9 @@ __all__ = [
 #: Options that name a file which is read, and those of them that may name something shipped instead.
 _READ = ("profile", "check", "plan", "scenario", "suite", "simulate")
 _SHIPPED = ("scenario", "suite", "simulate")
+#: The line of a traceback that says what was raised.
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
+_OURS = "relaymeter: "
 
 
 def check_targets(**targets: Path | str | None) -> None:
@@ -138,6 +145,20 @@ def asked_cluster(args: argparse.Namespace, base: ClusterConfig) -> ClusterConfi
     return found
 
 
+def cluster_for(args: argparse.Namespace, needed: int, whose: str) -> ClusterConfig:
+    """One node with the ranks that are ``needed``, or what the command line says. ``whose`` needs them, for errors.
+    Raises InputError."""
+    base = ClusterConfig(nodes=1, ranks_per_node=-(-needed // args.nodes) if args.nodes else needed)
+    if not args.ranks_per_node:
+        try:
+            _spec(base)
+        except InputError as error:
+            raise InputError(
+                f"{whose} needs {counted(needed, 'rank')}, which one machine does not start: {error}"
+            ) from error
+    return asked_cluster(args, base)
+
+
 def _spec(cluster: ClusterConfig) -> ClusterSpec:
     return ClusterSpec(**cluster.model_dump())
 
@@ -182,15 +203,48 @@ def describe_cluster(cluster: ClusterConfig | None) -> str:
     return f"{cluster.nodes} x {cluster.ranks_per_node} ranks{kind}, a NIC per {cluster.nic_per}, {speed}"
 
 
+def first_error(result: LaunchResult) -> str:
+    """What went wrong in a launch, in one line: the error of the rank that failed of itself, not of those that only
+    lost it. Empty where no rank failed."""
+    if result.frozen:
+        return f"rank {', '.join(map(str, result.frozen))} was frozen"
+    own = [end for end in result.ranks if end.rank in result.tails and not end.ended_by_launcher]
+    if not own:
+        return "the time limit ended them" if result.timed_out else ""
+    followed = (EXIT_RANK_LOST, EXIT_TIME_LIMIT)
+    first = min(own, key=lambda end: (end.signal is None and end.verdict in followed, end.rank))
+    how = first.describe().partition(" after ")[0]
+    text = how if first.signal is not None else _error_line(result.tails[first.rank]) or how
+    alike = all(result.tails.get(end.rank) == result.tails[first.rank] for end in result.ranks)
+    return text if alike and first.signal is None else f"rank {first.rank}: {text}"
+
+
+def _error_line(tail: str) -> str:
+    """The last error that the last lines of a log tell: this package's own, or the first line of an exception."""
+    lines = [line.rstrip() for line in tail.split("\n")]
+    for line in reversed(lines):
+        if line.startswith(_OURS):
+            return line.removeprefix(_OURS)
+        if _RAISED.match(line):
+            return line
+    return next((line for line in reversed(lines) if line), "")
+
+
 def work_together(
-    job: Job, cluster: ClusterConfig | None, hint: WorldHint | None, out: emit.Output
+    job: Job,
+    cluster: ClusterConfig | None,
+    hint: WorldHint | None,
+    out: emit.Output,
+    *,
+    on_error: Callable[[str], None] | None = None,
 ) -> tuple[int, Mapping[str, Any] | None]:
-    """Do the job and return its exit code and what rank 0 kept of the result (None: nothing, or on another rank)."""
+    """Do the job and return its exit code and what rank 0 kept of the result (None: nothing, or on another rank).
+    ``on_error`` gets what went wrong in one line, which is on standard error in full."""
     if cluster is None:
         from relaymeter.harness.worker import work
 
         kept: list[Mapping[str, Any]] = []
-        code = work(job, out.say, kept.append, joined=True)
+        code = work(job, out.say, kept.append, joined=True, on_error=on_error)
         return code, kept[-1] if kept else None
     folder = Path(tempfile.mkdtemp(prefix="relaymeter-"))
     job_path, result_path = folder / "job.json", folder / "result.json"
@@ -218,6 +272,8 @@ def work_together(
     if result.interrupted:
         out.say("interrupted: all ranks have been ended")
     found = load_json(result_path, "result") if result_path.exists() else None
+    if code != EXIT_OK and on_error is not None:
+        on_error(first_error(result))
     if code == EXIT_OK and found is None:
         raise InputError(f"the ranks ended well but rank 0 left no result; logs in {folder}")
     if code == EXIT_OK or result.interrupted:

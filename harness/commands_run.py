@@ -58,7 +58,7 @@ from relaymeter.harness.moves import (
 from relaymeter.harness.offline import keep_layouts
 from relaymeter.harness.plan_file import PlanFile, load_plan
 from relaymeter.harness.plots import check_plot, plot_rows
-from relaymeter.harness.results import keep_results, machine_id, make_stamp
+from relaymeter.harness.results import keep_results, machine_id, make_stamp, named_files
 from relaymeter.harness.scenario import load_any, load_suite
 from relaymeter.harness.simulated import load_preset
 from relaymeter.harness.simulated_profile import check_profile, simulated_facts
@@ -87,6 +87,8 @@ class _Asked:
     cluster: ClusterConfig
     """What to start where neither the command line nor a profile says."""
     plan: PlanFile | None
+    files: Mapping[str, str]
+    """Contents of the TOML files that the command names, for its results (``results.named_files``)."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,7 +164,7 @@ def _run_weights(args: argparse.Namespace, asked: _Asked) -> int:
     if result is None:
         return code
     rows = [MoveRecord.from_dict(entry) for entry in result["rows"]]
-    return _report(args, rows, code, profile, scenario, job.stamp, out)
+    return _report(args, rows, code, profile, asked, job.stamp, out)
 
 
 def _run_simulated(args: argparse.Namespace, asked: _Asked) -> int:
@@ -192,7 +194,7 @@ def _run_simulated(args: argparse.Namespace, asked: _Asked) -> int:
         profile=profile, plan=asked.plan,
     )  # fmt: skip
     rows = simulated_rows(made, moves, lines_of_progress("run"))
-    return _report(args, rows, EXIT_OK, profile, asked.scenario, stamp, out, simulated_facts(cluster))
+    return _report(args, rows, EXIT_OK, profile, asked, stamp, out, simulated_facts(cluster))
 
 
 def _check_targets(args: argparse.Namespace, scenario: Scenario) -> None:
@@ -218,7 +220,7 @@ def _planned(args: argparse.Namespace) -> _Asked:
         nic_per="node" if len(set(plan.topology.nic)) < plan.topology.world_size else "rank",
     )
     repeats = args.repeats or SuiteConfig().repeats
-    return _Asked(plan.scenario, plan.planner, plan.executor, repeats, None, cluster, plan)
+    return _Asked(plan.scenario, plan.planner, plan.executor, repeats, None, cluster, plan, _files(args))
 
 
 def _asked(args: argparse.Namespace, scenario: Scenario) -> _Asked:
@@ -232,7 +234,12 @@ def _asked(args: argparse.Namespace, scenario: Scenario) -> _Asked:
         bucket_bytes=args.bucket_bytes or suite.bucket_bytes,
         cluster=ClusterConfig(nodes=suite.nodes, ranks_per_node=suite.ranks_per_node),
         plan=None,
+        files=_files(args),
     )
+
+
+def _files(args: argparse.Namespace) -> dict[str, str]:
+    return named_files(scenario=args.scenario, suite=args.suite, simulate=args.simulate)
 
 
 def _base_cluster(asked: _Asked, profile: Profile | None) -> ClusterConfig:
@@ -301,7 +308,7 @@ def _report(
     rows: list[MoveRecord],
     code: int,
     profile: Profile | None,
-    scenario: Scenario,
+    asked: _Asked,
     stamp: RunStamp,
     out: emit.Output,
     facts: Mapping[str, Any] | None = None,
@@ -311,7 +318,8 @@ def _report(
     verdict = judge(rows, code)
     if code != EXIT_OK:
         done = len({row.move for row in rows})
-        out.say(f"stopped after {done} of {counted(len(scenario.moves), 'move')}: the rows of what had finished follow")
+        of = counted(len(asked.scenario.moves), "move")
+        out.say(f"stopped after {done} of {of}: the rows of what had finished follow")
     for line in verdict.lines:
         out.say(line)
     for text in stamp.mismatch:
@@ -330,7 +338,7 @@ def _report(
     if out.exit_code != EXIT_OK:
         for line in verdict.lines:
             print(f"relaymeter: {line}", file=sys.stderr)
-    failed = _write(args, rows, profile, scenario, stamp, out, facts) or out.exit_code
+    failed = _write(args, rows, profile, asked, stamp, out, facts) or out.exit_code
     return verdict.exit_code if failed == EXIT_OK or verdict.exit_code in (EXIT_WRONG_BITS, EXIT_RANK_LOST) else failed
 
 
@@ -338,7 +346,7 @@ def _write(
     args: argparse.Namespace,
     rows: list[MoveRecord],
     profile: Profile | None,
-    scenario: Scenario,
+    asked: _Asked,
     stamp: RunStamp,
     out: emit.Output,
     facts: Mapping[str, Any] | None,
@@ -350,7 +358,7 @@ def _write(
         out.say(f"plot: {args.plot}")
 
     def keep() -> None:
-        out.say(f"results: {_keep(args.results, rows, profile, scenario, stamp, facts)}")
+        out.say(f"results: {_keep(args.results, rows, profile, asked, stamp, facts)}")
 
     return write_all(args, {"json": lambda: out.json(dump_lines(rows)), "plot": plot, "results": keep})
 
@@ -371,12 +379,12 @@ def _keep(
     root: Path,
     rows: list[MoveRecord],
     profile: Profile | None,
-    scenario: Scenario,
+    asked: _Asked,
     stamp: RunStamp,
     facts: Mapping[str, Any] | None,
 ) -> Path:
-    """Keep rows, profile (if any), plot and how they were made in a folder of their own. ``facts``: of the machine,
-    where there is no profile."""
+    """Keep rows, profile (if any), plot, named files and how they were made in a folder of their own. ``facts``: of the
+    machine, where there is no profile."""
 
     def more(folder: Path) -> None:
         if profile is not None:
@@ -384,4 +392,4 @@ def _keep(
         plot_rows(rows, folder / "run.png")
 
     known = facts if profile is None else profile.fingerprint
-    return keep_results(root, rows, stamp, scenario.name, known, more=more)
+    return keep_results(root, rows, stamp, asked.scenario.name, known, files=asked.files, more=more)

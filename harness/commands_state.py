@@ -16,10 +16,10 @@ from typing import Any
 from relaymeter.errors import EXIT_OK, EXIT_RANK_LOST, EXIT_USAGE, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import emit, state_emit
 from relaymeter.harness.commands_ranks import (
-    asked_cluster,
     check_results,
     check_targets,
     check_world,
+    cluster_for,
     is_shaped,
     shapeable,
     work_together,
@@ -29,7 +29,7 @@ from relaymeter.harness.config import PlannerChoice, nearest
 from relaymeter.harness.jobs import ClusterConfig, Fault, Job, OffloadJob, RunStamp, StateJob
 from relaymeter.harness.launch import WorldHint, already_in_world
 from relaymeter.harness.moves import planners_of
-from relaymeter.harness.results import keep_results, machine_id, make_stamp
+from relaymeter.harness.results import keep_results, machine_id, make_stamp, named_files
 from relaymeter.harness.state_config import OffloadScenario, StateScenario
 from relaymeter.harness.verdict import Verdict, judge_states
 from relaymeter.records import dump_lines
@@ -57,6 +57,7 @@ def run_state(args: argparse.Namespace, scenario: StateScenario | OffloadScenari
     hint = already_in_world()
     check_world(args, hint)
     begin = time.monotonic()
+    files = named_files(scenario=args.scenario, suite=args.suite)
     worlds = _worlds(args, scenario, hint, out)
     stamp = make_stamp(machine_id(), shaped=is_shaped(worlds[0][1]))
     rows: list[StateRow] = []
@@ -71,7 +72,7 @@ def run_state(args: argparse.Namespace, scenario: StateScenario | OffloadScenari
             break
     if hint is not None and hint.rank:
         return code
-    return _report(args, scenario, rows, code, time.monotonic() - begin, stamp, out)
+    return _report(args, scenario, rows, code, time.monotonic() - begin, stamp, files, out)
 
 
 def _selected(args: argparse.Namespace, scenario: StateScenario | OffloadScenario) -> StateScenario | OffloadScenario:
@@ -125,7 +126,7 @@ def _worlds(
             where = f"change {part.changes[0].name}"
         cluster = None
         if hint is None:
-            cluster = _cluster(args, needed, own is not None)
+            cluster = _cluster(args, needed)
         have = hint.world_size if cluster is None and hint is not None else _size(cluster)
         if have < needed or (own is not None and have != own):
             exactly = "exactly " if own is not None else ""
@@ -168,12 +169,9 @@ def _parts(
     ]
 
 
-def _cluster(args: argparse.Namespace, needed: int, own: bool) -> ClusterConfig:
+def _cluster(args: argparse.Namespace, needed: int) -> ClusterConfig:
     """One node with the ranks that are needed, or what the command line says; on loopback where nothing is shaped."""
-    base = ClusterConfig(nodes=1, ranks_per_node=needed)
-    if args.nodes and not args.ranks_per_node:
-        base = ClusterConfig(nodes=1, ranks_per_node=-(-needed // args.nodes))
-    found = base if own and not (args.nodes or args.ranks_per_node or "nic" in args) else asked_cluster(args, base)
+    found = cluster_for(args, needed, f"scenario {args.scenario or args.suite}")
     unshaped = found.nic_rate_bytes_per_s is None and found.nodes == 1
     return found.model_copy(update={"shape": False}) if unshaped else found
 
@@ -230,6 +228,7 @@ def _report(
     code: int,
     seconds: float,
     stamp: RunStamp,
+    files: Mapping[str, str],
     out: emit.Output,
 ) -> int:
     """Everything that follows from the rows, the verdict first. Returns its exit code, or, where the verdict is not
@@ -245,7 +244,7 @@ def _report(
     if out.exit_code != EXIT_OK:
         for line in verdict.lines:
             print(f"relaymeter: {line}", file=sys.stderr)
-    return _write(args, scenario, rows, stamp, verdict, out)
+    return _write(args, scenario, rows, stamp, files, verdict, out)
 
 
 def _tables(rows: Sequence[StateRow], seconds: float, out: emit.Output) -> None:
@@ -284,11 +283,12 @@ def _write(
     scenario: StateScenario | OffloadScenario,
     rows: Sequence[StateRow],
     stamp: RunStamp,
+    files: Mapping[str, str],
     verdict: Verdict,
     out: emit.Output,
 ) -> int:
     def keep() -> None:
-        out.say(f"results: {keep_results(args.results, rows, stamp, scenario.name)}")
+        out.say(f"results: {keep_results(args.results, rows, stamp, scenario.name, files=files)}")
 
     failed = write_all(args, {"json": lambda: out.json(dump_lines(rows)), **({"results": keep} if rows else {})})
     failed = failed or out.exit_code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from relaymeter.calibration.profiles import Profile
 from relaymeter.calibration.profiles import load as load_profile
@@ -31,7 +32,7 @@ from relaymeter.harness.commands_simulated import first_line, refuse_rank_option
 from relaymeter.harness.config import check
 from relaymeter.harness.jobs import ClusterConfig, Fault, RunStamp, ValidateJob
 from relaymeter.harness.launch import WorldHint, already_in_world
-from relaymeter.harness.results import keep_results, make_stamp
+from relaymeter.harness.results import keep_results, make_stamp, named_files
 from relaymeter.harness.validate_report import Report, make_report
 from relaymeter.records import dump_json, dump_lines, write_text
 from relaymeter.validation_records import ValidationRecord
@@ -116,8 +117,9 @@ def _simulated(args: argparse.Namespace, out: emit.Output) -> int:
         check_results(args.results, profile.machine_id)
     out.say(first_line(cluster))
     stamp = make_stamp(profile.machine_id, shaped=False)
+    files = named_files(simulate=args.simulate)
     rows, agenda = validate_simulated(cluster, profile, stamp, quick=args.quick, say=out.say)
-    return _report(args, rows, EXIT_OK, profile, stamp, out, agenda.notes, cluster.nic_rates)
+    return _report(args, rows, EXIT_OK, profile, stamp, out, agenda.notes, cluster.nic_rates, files)
 
 
 def _report(
@@ -129,10 +131,11 @@ def _report(
     out: emit.Output,
     notes: Sequence[str],
     nic_rates: Mapping[int, float] | None = None,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Lines, tables and files. ``notes``: what was left out and why, and what was searched. ``nic_rates``: the true
-    payload rate of each NIC, where it is known. Returns the exit code: of the ranks where they failed, else of the
-    figures."""
+    payload rate of each NIC, where it is known. ``files``: what else is kept, by name. Returns the exit code: of the
+    ranks where they failed, else of the figures."""
     try:
         report = make_report(rows, profile, nic_rates=nic_rates, notes=notes)
     except InputError:  # rows that no figure can be made of are kept for whoever looks into them
@@ -144,7 +147,7 @@ def _report(
         out.table(table)
 
     def keep() -> None:
-        out.say(f"results: {_keep(args.results, rows, profile, stamp, report)}")
+        out.say(f"results: {_keep(args.results, rows, profile, stamp, report, files)}")
 
     failed = write_all(args, {"json": lambda: out.json(dump_lines(rows)), "results": keep}) or out.exit_code
     if EXIT_WRONG_BITS in (code, report.exit_code):
@@ -152,7 +155,14 @@ def _report(
     return code or failed or report.exit_code
 
 
-def _keep(root: Path, rows: Sequence[ValidationRecord], profile: Profile, stamp: RunStamp, report: Report) -> Path:
+def _keep(
+    root: Path,
+    rows: Sequence[ValidationRecord],
+    profile: Profile,
+    stamp: RunStamp,
+    report: Report,
+    files: Mapping[str, str],
+) -> Path:
     """Keep rows, profile, plots and report in a folder of their own; ``report.json`` for programs."""
     from relaymeter.harness.validate_plots import draw_plots
 
@@ -162,4 +172,4 @@ def _keep(root: Path, rows: Sequence[ValidationRecord], profile: Profile, stamp:
         write_text(folder / "report.md", report.to_markdown([path.name for path in plots]))
         write_text(folder / "report.json", dump_json(report.to_dict()))
 
-    return keep_results(root, rows, stamp, "validate", profile.fingerprint, suite="validate", more=more)
+    return keep_results(root, rows, stamp, "validate", profile.fingerprint, suite="validate", files=files, more=more)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,35 @@ from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import EXIT_OK
 from relaymeter.harness import emit
 from relaymeter.harness.commands_ranks import describe_cluster, work_together
-from relaymeter.harness.compare_config import CompareChange, CompareScenario
+from relaymeter.harness.compare_config import NO_TRAINING_STATE, CompareChange, CompareScenario
 from relaymeter.harness.compare_rows import Told, rows_of
 from relaymeter.harness.compare_storage import Storage, Workplace, folder_bytes
 from relaymeter.harness.jobs import ClusterConfig, CompareLoad, CompareLoadJob, CompareSaveJob, Fault, RunStamp
 from relaymeter.harness.launch import visible_gpus
 from relaymeter.harness.models import weight_specs
+from relaymeter.harness.paths.refit_changes import unsuited
 from relaymeter.units import format_seconds
 
-__all__ = ["INTERRUPTED", "MOVE_LIMIT_S", "Making", "convert", "loaded_form", "loads_of", "make_change", "state_bytes"]
+__all__ = [
+    "INTERRUPTED",
+    "MOVE_LIMIT_S",
+    "Making",
+    "convert",
+    "foreseen",
+    "loaded_form",
+    "loads_of",
+    "lost_text",
+    "make_change",
+    "state_bytes",
+    "without_folders",
+]
 
 #: Limit of one move, in seconds.
 MOVE_LIMIT_S = 120.0
 #: Exit codes of a world that was interrupted: 128 and the signal's number.
 INTERRUPTED = (130, 143)
+#: A folder of the ranks' own files, as ``work_together`` makes it.
+_TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/relaymeter-[a-z0-9_]{{8}}/")
 
 
 @dataclass(frozen=True)
@@ -81,9 +98,25 @@ def make_change(
     making: Making, change: CompareChange, launch: int, out: emit.Output
 ) -> tuple[int, list[CompareRecord]]:
     """Make one change of the scenario by every path. Returns the exit code of its worlds and the rows: none where it
-    was interrupted."""
+    was interrupted. Where no path can make it nothing is started."""
+    told = foreseen(making, change)
+    if told is not None:
+        return EXIT_OK, _rows(making, change, told, launch)
     code, told = _make(making, change, out)
     return code, [] if code in INTERRUPTED else _rows(making, change, told, launch)
+
+
+def foreseen(making: Making, change: CompareChange) -> Told | None:
+    """What would be told of a change that none of the paths can make, as is known beforehand; None where one may."""
+    cells: list[dict[str, Any]] = []
+    for path in making.paths:
+        if path == "universal" and change.destination is None:
+            cells += [
+                {"path": path, "storage": storage.name, "cannot": NO_TRAINING_STATE} for storage in making.storages
+            ]
+        elif path != "megatron" or unsuited(change, making.scenario.training) is None:
+            return None
+    return Told(saved=cells, on_gpu=making.on_gpu)
 
 
 def state_bytes(scenario: CompareScenario) -> int:
@@ -104,10 +137,11 @@ def _make(making: Making, change: CompareChange, out: emit.Output) -> tuple[int,
             scenario=one, paths=making.paths, folders={name: str(place) for name, place in places.items()},
             time_limit_s=making.left_s, move_limit_s=MOVE_LIMIT_S, stamp=making.stamp, fault=making.fault,
         )  # fmt: skip
-        code, found = work_together(save, making.cluster, None, out)
-        _first(told, found, code)
+        errors: list[str] = []
+        code, found = work_together(save, making.cluster, None, out, on_error=errors.append)
+        _first(told, found, code, errors)
         if found is None or code in INTERRUPTED or not through:
-            return code, told
+            return code, without_folders(told, places)
         saved = {(cell["path"], cell["storage"]) for cell in told.saved if "phases" in cell}
         for name, place in places.items():
             if ("universal", name) in saved:
@@ -115,26 +149,57 @@ def _make(making: Making, change: CompareChange, out: emit.Output) -> tuple[int,
                 told.converted = {**told.converted, name: convert(place / "universal", making.left_s)}
         loads = loads_of(making.storages, places, saved, told.converted)
         if not loads:
-            return code, told
+            return code, without_folders(told, places)
         told.written_bytes = {(load.path, load.storage): folder_bytes(loaded_form(load)) for load in loads}
         load = CompareLoadJob(
             scenario=one, loads=loads, digests=found["digests"], launched_at=time.time(), time_limit_s=making.left_s,
             stamp=making.stamp, fault=making.fault if making.paths[0] in through else None,
         )  # fmt: skip
-        ended, later = work_together(load, making.cluster, None, out)
+        errors.clear()
+        ended, later = work_together(load, making.cluster, None, out, on_error=errors.append)
         if later is not None:
             told.start, told.loaded = later["start"], later["cells"]
         if ended != EXIT_OK:
-            told.lost = f"the ranks that load ended with exit code {ended}"
-        return code or ended, told
+            told.lost = lost_text("load", ended, errors)
+        return code or ended, without_folders(told, places)
 
 
-def _first(told: Told, found: Mapping[str, Any] | None, code: int) -> None:
+def lost_text(what: str, code: int, errors: Sequence[str]) -> str:
+    """Why cells are missing: how the ranks that ``what`` ended, and what the first of them said of it. Pure."""
+    said = next((error for error in errors if error), "")
+    return f"the ranks that {what} ended with exit code {code}{f': {said}' if said else ''}"
+
+
+def without_folders(told: Told, places: Mapping[str, Path]) -> Told:
+    """``told`` with reasons that name files of a checkpoint by their place in it, as the checkpoints, which lie in
+    ``places`` by storage, do not stay; folders for temporary files have no names at all. Pure."""
+
+    def cleaned(text: str) -> str:
+        for place in {name for path in places.values() for name in (str(path), os.path.realpath(path))}:
+            for form in (f"{place}/universal", f"{place}/dcp"):
+                text = text.replace(f"{form}/", "").replace(f"the checkpoint {form}", "the checkpoint")
+                text = text.replace(form, "the checkpoint")
+            text = text.replace(f"{place}/", "").replace(place, "the storage")
+        return _TEMPORARY.sub("", text)
+
+    def cell(found: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: cleaned(value) if key in ("cannot", "failed") else value for key, value in found.items()}
+
+    return replace(
+        told,
+        saved=[cell(one) for one in told.saved],
+        loaded=[cell(one) for one in told.loaded],
+        converted={name: cell(one) for name, one in told.converted.items()},
+        lost=cleaned(told.lost),
+    )
+
+
+def _first(told: Told, found: Mapping[str, Any] | None, code: int, errors: Sequence[str]) -> None:
     """Note what the first world told."""
     if found is not None:
         told.saved, told.state_bytes, told.on_gpu = found["cells"], found["state_bytes"], found["on_gpu"]
     if code != EXIT_OK:
-        told.lost = f"the ranks that train ended with exit code {code}"
+        told.lost = lost_text("train", code, errors)
 
 
 def loaded_form(load: CompareLoad) -> Path:
@@ -183,14 +248,14 @@ def convert(folder: Path, limit_s: float) -> dict[str, Any]:
         if isinstance(error, subprocess.TimeoutExpired):
             return {"failed": f"the conversion did not end within {format_seconds(limit_s)}"}
         raise
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in said.split("\n") if line.strip()]
     if process.returncode == 1 and lines:
         return {"cannot": f"converting fails: {lines[-1]}"}
     if process.returncode == 3 and lines:
         return {"failed": f"converting fails: {lines[-1]}"}
     with suppress(json.JSONDecodeError, IndexError):
         if process.returncode == 0:
-            found: dict[str, Any] = json.loads(told.splitlines()[-1])
+            found: dict[str, Any] = json.loads(told.strip().split("\n")[-1])
             return found
     return {"failed": f"the converter ended with exit code {process.returncode}: {lines[-1] if lines else 'silent'}"}
 

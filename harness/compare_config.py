@@ -12,7 +12,12 @@ from pydantic import Field, model_validator
 from relaymeter.harness.config import Config, Count, ModelConfig, Name
 from relaymeter.harness.state_config import EngineConfig, EngineRanks, TrainingConfig
 
-__all__ = ["CompareChange", "CompareScenario", "ReplicaConfig"]
+__all__ = ["NO_TRAINING_STATE", "CompareChange", "CompareScenario", "ReplicaConfig"]
+
+#: Why weights alone do not go through a universal checkpoint.
+NO_TRAINING_STATE = (
+    "DeepSpeed loads a universal checkpoint into training engines only, and copies for inference are none"
+)
 
 
 class ReplicaConfig(Config):

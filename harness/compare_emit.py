@@ -38,8 +38,9 @@ def comparison_tables(rows: Sequence[CompareRecord]) -> list[Table]:
         first = mine[0]
         launches = len({row.launch for row in mine})
         priced = any(row.predicted_pause_s is not None for row in mine)
+        size = f", {size_text(first.state_bytes)} of state" if first.state_bytes else ""
         table = simple_table(
-            f"{change}: {first.source} -> {first.destination}, {size_text(first.state_bytes)} of state",
+            f"{change}: {first.source} -> {first.destination}{size}",
             [("path", "whole"), ("checkpoint on", "whole"), *((name, "right") for name, _ in _COLUMNS),
              ("pause", "right"), *([("priced", "right"), ("error", "right")] if priced else []), ("ratio", "right"),
              ("state\nonly", "right"), ("ratio", "right"),
@@ -84,7 +85,7 @@ def _cells(rows: Sequence[CompareRecord], base: Sequence[CompareRecord], priced:
     def ratio(read: Callable[[CompareRecord], float | None]) -> str:
         ours = [value for value in map(read, base) if value]
         theirs = median(read)
-        return NONE if not ours or theirs is None else f"{theirs / statistics.median(ours):.3g}x"
+        return NONE if not ours or theirs is None or first.moves_part else f"{theirs / statistics.median(ours):.3g}x"
 
     passed, total = sum(row.digest_passed for row in rows), sum(row.digest_total for row in rows)
     pause, predicted = median(lambda row: row.pause_s), median(lambda row: row.predicted_pause_s)

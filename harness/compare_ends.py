@@ -24,7 +24,7 @@ import torch.distributed as dist
 from relaymeter.errors import InputError
 from relaymeter.harness.compare_config import CompareChange, CompareScenario, ReplicaConfig
 from relaymeter.harness.replicas import ReplicaStorage
-from relaymeter.harness.state_config import EngineConfig
+from relaymeter.harness.state_config import EngineConfig, TrainingConfig
 from relaymeter.harness.state_engines import EngineGroups, EngineMaker, train
 from relaymeter.harness.state_models import build_model, cut_dims
 from relaymeter.harness.world import World
@@ -37,7 +37,7 @@ from relaymeter.relayout.layout import Layout, TensorSpec
 from relaymeter.relayout.placements import tensor_parallel_layout
 from relaymeter.relayout.training_state import read_together, training_storages
 
-__all__ = ["Clock", "Destination", "Ends", "check_digests", "engine_digests", "imported_models"]
+__all__ = ["Clock", "Destination", "Ends", "check_digests", "engine_digests", "imported_models", "replica_layout"]
 
 #: Between the seeds of the two ends: a destination that nothing reached holds other bits in every element.
 _SEED_STEP = 7919
@@ -122,20 +122,28 @@ class Ends:
         if isinstance(end, EngineConfig):
             seed = self._training.seed + _SEED_STEP
             return Destination(self._maker.build(end, seed, settings=dict(settings or {})))
-        layout = self._replica_layout(end)
+        layout = replica_layout(self._training, self._geometry, end, self._world.world_size)
         kept = ReplicaStorage(layout, self._world.rank, self._world.device)
         kept.poison()
         return Destination(None, layout, kept.storages)
 
-    def _replica_layout(self, replicas: ReplicaConfig) -> Layout:
-        if self._training.model == "qwen3":
-            raise InputError("copies of the model 'qwen3' are moved by run --scenario, not by compare: take 'blocks'")
-        with torch.device("meta"):
-            model = build_model(self._training, self._training.seed, self._geometry)
-        dtype = "float32" if self._training.dtype == "float32" else self._training.dtype
-        specs = {name: TensorSpec(name, tuple(param.shape), dtype) for name, param in model.named_parameters()}
-        cuts = {name: Cut(cut_dims(self._training, name)) for name in specs}
-        return tensor_parallel_layout(specs, cuts, replicas.copies, self._world.world_size, name=replicas.label)
+
+def replica_layout(training: TrainingConfig, geometry: Any, replicas: ReplicaConfig, world_size: int) -> Layout:
+    """The layout of the copies: parameters in the training's dtype, and the persistent buffers, which DeepSpeed leaves
+    in their own. Raises InputError for a model whose copies another command moves. Pure."""
+    if training.model == "qwen3":
+        raise InputError("copies of the model 'qwen3' are moved by run --scenario, not by compare: take 'blocks'")
+    with torch.device("meta"):
+        model = build_model(training, training.seed, geometry)
+    specs = {name: TensorSpec(name, tuple(param.shape), training.dtype) for name, param in model.named_parameters()}
+    kept = model.state_dict()
+    specs |= {
+        name: TensorSpec(name, tuple(buffer.shape), str(buffer.dtype).removeprefix("torch."))
+        for name, buffer in model.named_buffers()
+        if name in kept
+    }
+    cuts = {name: Cut(cut_dims(training, name)) for name in specs}
+    return tensor_parallel_layout(specs, cuts, replicas.copies, world_size, name=replicas.label)
 
 
 def engine_digests(engine: Any | None) -> dict[str, list[int]]:

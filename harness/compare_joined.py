@@ -8,6 +8,7 @@ loads them, and its rank 0 has the rows.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,17 @@ from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import EXIT_OK, InputError
 from relaymeter.harness import emit
 from relaymeter.harness.commands_ranks import work_together
-from relaymeter.harness.compare_change import MOVE_LIMIT_S, Making, convert, loaded_form, loads_of
+from relaymeter.harness.compare_change import (
+    MOVE_LIMIT_S,
+    Making,
+    convert,
+    foreseen,
+    loaded_form,
+    loads_of,
+    lost_text,
+    make_change,
+    without_folders,
+)
 from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.compare_rows import Told, rows_of
 from relaymeter.harness.compare_storage import Storage, folder_bytes
@@ -25,6 +36,7 @@ from relaymeter.harness.jobs import CompareLoadJob, CompareSaveJob
 from relaymeter.harness.launch import WorldHint
 from relaymeter.harness.page_cache import file_system
 from relaymeter.records import dump_json, load_json, write_text
+from relaymeter.units import counted
 
 __all__ = ["joined", "work_storage"]
 
@@ -50,6 +62,10 @@ def joined(
     """
     scenario, storage = making.scenario, making.storages[0]
     kept = storage.folder / _TOLD
+    if foreseen(making, scenario.changes[0]) is not None:
+        code, rows = make_change(making, scenario.changes[0], 1, out)
+        cluster = f"a world of {counted(hint.world_size, 'rank')} that was joined"
+        return code, None if hint.rank else [replace(row, cluster=cluster) for row in rows]
     if kept.exists():
         return _second(making, kept, hint, nic_per, out)
     save = CompareSaveJob(
@@ -83,7 +99,8 @@ def _second(
         scenario=scenario, loads=loads, digests=told["digests"], launched_at=_started(),
         time_limit_s=making.left_s, nic_per=nic_per, stamp=making.stamp,
     )  # fmt: skip
-    code, later = work_together(load, None, hint, out)
+    errors: list[str] = []
+    code, later = work_together(load, None, hint, out, on_error=errors.append)
     if hint.rank:
         return code, None
     found = later or {"start": {}, "cells": []}
@@ -92,12 +109,13 @@ def _second(
         for path in ("dcp", "universal"):
             shutil.rmtree(storage.folder / path, ignore_errors=True)
         kept.unlink()
-    facts = Told(
+    whole = Told(
         saved=told["cells"], converted=converted,
         start=found["start"], loaded=found["cells"], state_bytes=told["state_bytes"], on_gpu=told["on_gpu"],
         written_bytes=written,
-        lost="" if code == EXIT_OK else f"the ranks that load ended with exit code {code}",
+        lost="" if code == EXIT_OK else lost_text("load", code, errors),
     )  # fmt: skip
+    facts = without_folders(whole, {storage.name: storage.folder})
     rows = rows_of(
         scenario, scenario.changes[0], facts, stamp=making.stamp, launch=1, nodes=told["nodes"], paths=making.paths,
         storages={storage.name: storage.filesystem}, caches={storage.name: storage.caches},

@@ -21,15 +21,18 @@ import torch
 import torch.distributed as dist
 
 from relaymeter.errors import InputError, MoveTimeout, RankLost
-from relaymeter.harness.compare_config import CompareChange
+from relaymeter.harness.compare_config import NO_TRAINING_STATE, CompareChange
 from relaymeter.harness.compare_ends import Clock, Destination, Ends, check_digests, engine_digests, imported_models
 from relaymeter.harness.compare_storage import folder_bytes
 from relaymeter.harness.jobs import CompareSaveJob, Fault
 from relaymeter.harness.paths.dcp import save_dcp, save_tensors
 from relaymeter.harness.paths.gather_state import gather_training_state, gather_weights
-from relaymeter.harness.paths.together import PathCannot
+from relaymeter.harness.paths.megatron import Model, Refit, import_together, weight_bytes
+from relaymeter.harness.paths.refit_changes import copies_of, unsuited
+from relaymeter.harness.paths.together import PathCannot, say_error
 from relaymeter.harness.paths.universal import UniversalRefused, save_universal
 from relaymeter.harness.state_engines import quiet
+from relaymeter.harness.state_models import cut_dims
 from relaymeter.harness.world import World, tell_by_store, watching
 from relaymeter.relayout.announce import Assembly
 from relaymeter.relayout.engines import weights_storage
@@ -41,9 +44,9 @@ from relaymeter.relayout.routes import DIRECT
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, build_schedule
 from relaymeter.relayout.state_move import TrainingStateMove
 from relaymeter.relayout.training_state import read_together
-from relaymeter.units import format_bytes
+from relaymeter.units import format_bytes, format_seconds
 
-__all__ = ["NO_TRAINING_STATE", "as_lack_of_room", "import_all", "proof", "run_save_job", "strike", "taken"]
+__all__ = ["as_lack_of_room", "import_all", "proof", "run_save_job", "strike", "taken"]
 
 Say = Callable[[str], None]
 Cell = dict[str, Any]
@@ -53,10 +56,6 @@ _LOST_AFTER_S = 25.0
 _LEAST_ROOM = 1 << 20
 #: After one rank is done with a path all others must be, within so many seconds.
 _ALIKE_S = 120.0
-#: Why weights alone do not go through a universal checkpoint.
-NO_TRAINING_STATE = (
-    "DeepSpeed loads a universal checkpoint into training engines only, and copies for inference are none"
-)
 
 
 def run_save_job(job: CompareSaveJob, world: World, say: Say) -> Iterator[dict[str, Any]]:
@@ -101,6 +100,12 @@ def run_save_job(job: CompareSaveJob, world: World, say: Say) -> Iterator[dict[s
             work = partial(_proved, once, digests, change, fault)
             cells.append({"path": path, "storage": None, **taken(world, path, work)})
             yield result
+        if "megatron" in job.paths and unsuited(change, training) is None:  # else its row says why
+            say("  megatron")
+            fault = job.fault if job.paths[0] == "megatron" else None
+            work = partial(_refit, job, world, change, source, digests, fault)
+            cells.append({"path": "megatron", "storage": None, **taken(world, "megatron", work)})
+            yield result
         for storage, folder in job.folders.items():
             for path in ("dcp", "universal"):
                 if path in job.paths:
@@ -124,11 +129,15 @@ def _proved(
         made.close()
 
 
-def proof(digests: Mapping[str, int], made: Destination, change: CompareChange, clock: Clock) -> Cell:
-    """The cell of a destination that the state has reached. Collective over the world."""
+def proof(
+    digests: Mapping[str, int], made: Destination, change: CompareChange, clock: Clock, *, weights_only: bool = False
+) -> Cell:
+    """The cell of a destination that the state has reached; ``weights_only``: nothing else of it was to. Collective
+    over the world."""
     with clock.phase("digest"):
         found = made.digests()
-    passed, total, mismatch = check_digests(digests, found, weights_only=change.destination is None)
+    weights_only = weights_only or change.destination is None
+    passed, total, mismatch = check_digests(digests, found, weights_only=weights_only)
     return {"phases": clock.slowest(), "digest_passed": passed, "digest_total": total, "mismatch": mismatch}
 
 
@@ -156,7 +165,7 @@ def taken(world: World, what: str, path: Callable[[], Cell]) -> Cell:
     except (PathCannot, UniversalRefused) as error:
         mine = f"cannot {error}"
     except Exception as error:
-        mine = f"failed {type(error).__name__}: {error}"
+        mine = f"failed {say_error(error)}"
         if not isinstance(error, InputError):
             traceback.print_exception(error)
     ends = [text.split(" ", 1) for text in tell_by_store(world, what, mine, _ALIKE_S) if text]
@@ -197,6 +206,7 @@ def _in_memory(
             move = TrainingStateMove(
                 source, made.engine, topology=world.topology, time_limit_s=job.move_limit_s, heartbeat=heartbeat
             )
+            move.prepare()
         timing = move.run()
         clock.seconds["move"] = timing.prepare_s + timing.move_s + timing.fields_s
         clock.seconds["refresh"] = timing.refresh_s
@@ -239,6 +249,54 @@ def _gather(
     for name in ("plan", "gather", "slice", "refresh") if made.layout is None else ("gather", "slice"):
         clock.seconds[name] = phases.get(name, 0.0)
     return made
+
+
+def _refit(
+    job: CompareSaveJob,
+    world: World,
+    change: CompareChange,
+    source: Any,
+    digests: Mapping[str, int],
+    fault: Fault | None,
+) -> Cell:
+    """The weights alone, moved by Megatron-Core's refit into a model cut as the destination. The second move counts:
+    the first also connects ranks."""
+    megatron = import_together()
+    layout = read_together(source, "source", Assembly()).weights
+    over_nccl = world.backend == "nccl"
+    device = world.device if over_nccl else torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    clock = Clock()
+    with clock.phase("build"):
+        refit = Refit(
+            megatron,
+            Model(layout, copies_of(change.source), {} if source is None else weights_storage(source)),
+            copies_of(change.end),
+            {name: cut_dims(job.scenario.training, name) for name in layout.specs},
+            service="nccl" if over_nccl else "gloo",
+            device=device,
+            time_limit_s=job.time_limit_s,
+        )
+    try:
+        with clock.phase("plan"):
+            refit.plan()
+        with clock.phase("first"):
+            refit.move()
+        refit.poison()
+        with clock.phase("move"):
+            refit.move()
+        made = Destination(None, refit.layout, refit.storages)
+        strike(fault, made)
+        cell = proof(digests, made, change, clock, weights_only=True)
+    finally:
+        refit.close()
+    first_s = cell["phases"].pop("first")
+    note = (
+        f"weights alone, {format_bytes(weight_bytes(layout))}: masters and moments are not moved; {refit.told}; the "
+        f"second move is timed, the first took {format_seconds(first_s)}"
+    )
+    if not over_nccl:
+        note += "; the engines are on the CPU here, and their weights were copied to a GPU before"
+    return {**cell, "note": note}
 
 
 def _save(path: str, change: CompareChange, source: Any, folder: str) -> Cell:

@@ -1,8 +1,8 @@
 """Rows of ``compare`` out of what its worlds told: cells of paths, conversions and loads. Pure.
 
 A *cell* is what a rank world says of one path: ``path``, ``storage``, and either ``phases`` (seconds by name) with
-``digest_passed``, ``digest_total`` and ``mismatch`` where something arrived, or ``cannot`` or ``failed`` with the
-reason.
+``digest_passed``, ``digest_total`` and ``mismatch`` where something arrived (and a ``note`` where a reader has to know
+more), or ``cannot`` or ``failed`` with the reason.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from relaymeter.compare_records import PHASES, CompareRecord, pausing
 from relaymeter.harness.compare_config import CompareChange, CompareScenario
 from relaymeter.harness.jobs import RunStamp
+from relaymeter.harness.paths.refit_changes import unsuited
 from relaymeter.relayout.digest import DIGEST_VERSION
 
 __all__ = ["Told", "rows_of"]
@@ -24,11 +25,6 @@ _START = ("relaunch", "import", "build")
 _NOTES = {
     "universal": "frozen weights, buffers and micro_steps stay behind",
     "gather": "every rank holds each tensor whole while it is cut",
-}
-_MEGATRON = {
-    "state": "Megatron-Core's refit moves weights between tensor-parallel models, no ZeRO partitions",
-    "cpu": "the gloo copy service of Megatron-Core's refit needs CUDA",
-    "gpu": "Megatron-Core's refit moves weights of its own models; these are DeepSpeed's",
 }
 
 
@@ -77,8 +73,8 @@ def rows_of(
             for storage in storages:
                 cells = [_through_storage(told, path, storage, cache) for cache in caches[storage]]
                 rows += [(path, storage, cell) for cell in cells]
-        elif path == "megatron":
-            rows.append((path, None, {"cannot": _megatron(change, told.on_gpu)}))
+        elif path == "megatron" and (reason := unsuited(change, scenario.training)) is not None:
+            rows.append((path, None, {"cannot": reason}))
         else:
             found = next((cell for cell in told.saved if cell["path"] == path), None)
             rows.append((path, None, dict(found or {"failed": told.lost or "not reached"})))
@@ -158,13 +154,7 @@ def _facts(path: str, cell: Cell) -> dict[str, Any]:
         "digest_passed": passed,
         "digest_total": total,
         "mismatch": cell["mismatch"],
-        "note": _NOTES.get(path),
+        "note": cell.get("note", _NOTES.get(path)),
         "verdict": "ok" if good else "wrong bits",
         "ok": good,
     }
-
-
-def _megatron(change: CompareChange, on_gpu: bool) -> str:
-    end = change.end
-    both = change.source.tensor_parallel > 1 and end.tensor_parallel > 1
-    return _MEGATRON["state"] if not both else _MEGATRON["gpu" if on_gpu else "cpu"]

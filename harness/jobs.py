@@ -25,6 +25,7 @@ from relaymeter.harness.config import (
     nearest,
 )
 from relaymeter.harness.state_config import OffloadScenario, StateScenario
+from relaymeter.harness.track.suite import TrackSuite
 
 __all__ = [
     "CalibrateJob",
@@ -41,6 +42,8 @@ __all__ = [
     "SoakFault",
     "SoakJob",
     "StateJob",
+    "TrackFault",
+    "TrackJob",
     "ValidateJob",
     "dump",
     "job_of",
@@ -315,7 +318,44 @@ class CompareLoadJob(Config):
     """A bit to flip in what the first load brought (tests)."""
 
 
-Job = CompareSaveJob | CompareLoadJob | CalibrateJob | CheckJob | RunJob | StateJob | OffloadJob | SoakJob | ValidateJob
+class TrackFault(Config):
+    """A fault for tests in every case of a launch."""
+
+    kind: Literal["slow", "flip"]
+    """``slow``: every exchange takes ``share`` longer; ``flip``: a bit that arrives in the last repeat."""
+    share: Annotated[float, Field(ge=0, le=100)] = 0.0
+    """Of the time of an exchange (``slow``)."""
+
+
+class TrackJob(Config):
+    """What every rank of ``track run`` is told."""
+
+    kind: Literal["track"] = "track"
+    """Which job this is."""
+    suite: TrackSuite
+    """The whole suite, with the cases that this launch measures."""
+    time_limit_s: Seconds
+    """Limit of the whole job."""
+    move_limit_s: Seconds
+    """Limit of one move."""
+    nic_per: Literal["rank", "node"] | None = None
+    """NICs as the suite declares them, in a world that this command did not make."""
+    fault: TrackFault | None = None
+    """A fault to put in (tests)."""
+
+
+Job = (
+    CompareSaveJob
+    | CompareLoadJob
+    | CalibrateJob
+    | CheckJob
+    | RunJob
+    | StateJob
+    | OffloadJob
+    | SoakJob
+    | TrackJob
+    | ValidateJob
+)
 _JOBS: Mapping[str, type[Job]] = {
     "calibrate": CalibrateJob,
     "check": CheckJob,
@@ -323,6 +363,7 @@ _JOBS: Mapping[str, type[Job]] = {
     "training-state": StateJob,
     "offload": OffloadJob,
     "soak": SoakJob,
+    "track": TrackJob,
     "validate": ValidateJob,
     "compare-save": CompareSaveJob,
     "compare-load": CompareLoadJob,

@@ -86,8 +86,8 @@ def _bars(
     if all(middle is None for middle, _, _ in values):
         return
     height = [middle or 0.0 for middle, _, _ in values]
-    below = [(m - low) if m is not None and low is not None else 0.0 for m, low, _ in values]
-    above = [(high - m) if m is not None and high is not None else 0.0 for m, _, high in values]
+    below = [max(m - low, 0.0) if m is not None and low is not None else 0.0 for m, low, _ in values]
+    above = [max(high - m, 0.0) if m is not None and high is not None else 0.0 for m, _, high in values]
     at = [place + shift for place in range(len(rows))]
     bars = panel.bar(  # type: ignore[attr-defined]
         at, height, width=0.38, color=colour, label=label, yerr=[below, above], ecolor=_BOUND, capsize=3

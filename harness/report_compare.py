@@ -25,7 +25,7 @@ from relaymeter.harness.report_figures import (
     over,
     usable,
 )
-from relaymeter.harness.report_legend import compare_legend, is_weights_only
+from relaymeter.harness.report_legend import compare_legend
 from relaymeter.harness.report_sources import Origin, origin_of
 from relaymeter.harness.report_tables import Cell, ReportTable, Section, cells, grouped, titled
 from relaymeter.units import counted, format_bytes
@@ -61,6 +61,11 @@ class PathRows:
     def used(self) -> tuple[CompareRecord, ...]:
         """The rows whose times count."""
         return tuple(row for row in self.rows if usable(row))
+
+    @property
+    def part(self) -> bool:
+        """Whether the path moves less than the change asks for, and stands in no ratio to others."""
+        return any(row.moves_part for row in self.rows)
 
     @property
     def name(self) -> str:
@@ -195,6 +200,8 @@ def _summary(title: str, paths: Sequence[PathRows]) -> list[str]:
 def _beside(label: str, timed: Sequence[tuple[Figure, PathRows]], base: PathRows) -> str:
     """``"12.3 s by dcp on tmpfs (73x; 7.6x without relaunch and imports; 4.9x state only)"``, all over one storage."""
     found, path = timed[0]
+    if path.part:
+        return f"{time_text(found.middle)} by {label} (weights alone: no ratio)"
     pause = base.figure(_pause)
     told = [over(found, pause)]
     if _restarts(path):
@@ -240,7 +247,7 @@ def _overview_cell(path: PathRows | None, base: Figure | None) -> Cell:
     found = path.figure(_pause)
     if found is None:
         return _standing(path)
-    return Cell(figure_text(found, None if path.label == BASELINE else base), _faults(path))
+    return Cell(figure_text(found, None if path.label == BASELINE or path.part else base), _faults(path))
 
 
 def _launches(path: PathRows) -> int:
@@ -251,11 +258,12 @@ def _caption(origin: Origin, rows: Sequence[CompareRecord], model: str) -> str:
     row = rows[0]
     notes = interval_notes(_launches(path) for path in paths_of(rows))
     kept = "moments" if "adam" in row.optimizer.lower() else "what the optimizer keeps"
-    what = "of weights" if is_weights_only(row) else f"of state: fp32 masters and {kept}"
+    what = "of weights" if row.is_weights_only else f"of state: fp32 masters and {kept}"
     return (
         f"{origin.text}; {counted(row.ranks, 'rank')} on {counted(row.nodes, 'node')}"
         + (f" (cluster: {row.cluster})" if row.cluster else "")
-        + f"; {format_bytes(row.state_bytes)} {what}, each element once; model {row.model}"
+        + (f"; {format_bytes(row.state_bytes)} {what}, each element once" if row.state_bytes else "")
+        + f"; model {row.model}"
         + (f" ({model})" if model else "")
         + f" in {row.dtype}, {row.optimizer}; times of the slowest rank"
         + (f", {notes}" if notes else "")
@@ -270,7 +278,8 @@ def _times(title: str, caption: str, rows: Sequence[CompareRecord]) -> ReportTab
     def time(path: PathRows, of: Callable[[CompareRecord], float | None], restarts: bool = False) -> str:
         if restarts and not _restarts(path):
             return NONE
-        return figure_text(path.figure(of), None if base is None or path is base else base.figure(of))
+        alone = base is None or path is base or path.part
+        return figure_text(path.figure(of), None if base is None or alone else base.figure(of))
 
     lines = []
     for path in paths:

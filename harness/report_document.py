@@ -14,9 +14,11 @@ from relaymeter.errors import EXIT_OK, EXIT_WRONG_BITS
 from relaymeter.harness.report_compare import compare_section
 from relaymeter.harness.report_missing import faults, model_text, not_run
 from relaymeter.harness.report_moves import move_section
+from relaymeter.harness.report_soak import soak_faults, soak_section
 from relaymeter.harness.report_sources import AnyRow, Source, option_words
 from relaymeter.harness.report_states import offload_section, state_section
 from relaymeter.harness.report_tables import Section, grouped
+from relaymeter.harness.soak_rows import SoakRecord
 from relaymeter.records import MoveRecord
 from relaymeter.state_records import OffloadRecord, StateRecord
 from relaymeter.units import counted
@@ -44,8 +46,13 @@ class Document:
 
     @property
     def rows(self) -> tuple[AnyRow, ...]:
-        """All rows."""
+        """All rows but those of soaks."""
         return tuple(row for source in self.sources for row in source.rows)
+
+    @property
+    def soaks(self) -> tuple[SoakRecord, ...]:
+        """All soaks."""
+        return tuple(soak for source in self.sources for soak in source.soaks)
 
     @property
     def exit_code(self) -> int:
@@ -56,8 +63,11 @@ class Document:
     def lines(self) -> tuple[str, ...]:
         """The whole in a few lines, the worst first."""
         found = list(self.wrong)
-        right = "" if self.wrong or not any(row_checks(row) for row in self.rows) else ", no wrong bit"
-        found.append(f"{counted(len(self.rows), 'row')} of {counted(len(self.sources), 'result')}{right}")
+        checked = bool(self.soaks) or any(row_checks(row) for row in self.rows)
+        right = ", no wrong bit" if checked and not self.wrong else ""
+        found.append(
+            f"{counted(len(self.rows) + len(self.soaks), 'row')} of {counted(len(self.sources), 'result')}{right}"
+        )
         found += [f"simulated: {name}: nothing moved, no bit was checked" for name in self.simulated]
         found += self.failed
         return (*found, *self.notes)
@@ -75,9 +85,10 @@ class Document:
             "sources": [
                 {
                     "path": str(source.path),
-                    "rows": len(source.rows),
+                    "rows": len(source.launched),
                     "command": source.how and source.how.command,
                     "facts": dict(source.how.facts) if source.how else None,
+                    "files": dict(source.files),
                 }
                 for source in self.sources
             ],
@@ -94,7 +105,10 @@ def make_document(sources: Sequence[Source], notes: Sequence[str] = ()) -> Docum
     """The report of the rows of ``sources``. ``notes``: what was left out of them."""
     rows = [row for source in sources for row in source.rows]
     own_files = {
-        row.scenario for source in sources for row in source.rows if source.how is None or ".toml" in source.how.command
+        row.scenario
+        for source in sources
+        for row in source.rows
+        if source.how is None or ".toml" in source.how.command or source.files
     }
     sections: list[Section] = []
     for kind in _KINDS:
@@ -102,13 +116,16 @@ def make_document(sources: Sequence[Source], notes: Sequence[str] = ()) -> Docum
             shipped = scenario not in own_files
             missing = not_run(mine, shipped=shipped, options=_options(sources, mine))
             sections.append(_section(scenario, mine, missing, model_text(mine[0]) if shipped else ""))
-    wrong, failed = faults(rows)
+    soaks = [soak for source in sources for soak in source.soaks]
+    if soaks:
+        sections.append(soak_section(soaks))
+    wrong, failed = (of_rows + of_soaks for of_rows, of_soaks in zip(faults(rows), soak_faults(soaks), strict=True))
     return Document(
         sources=tuple(sources),
         wrong=wrong,
         failed=failed,
         sections=tuple(sections),
-        notes=(*_mixed(rows), *notes),
+        notes=(*_mixed(rows), *_dirty([*rows, *soaks]), *notes),
         simulated=tuple(dict.fromkeys(row.simulated for row in rows if isinstance(row, MoveRecord) and row.simulated)),
     )
 
@@ -143,6 +160,10 @@ def _mixed(rows: Sequence[AnyRow]) -> list[str]:
     ):
         if len(found) > 1:
             lines.append(f"rows of {len(found)} {what}s ({', '.join(found)}): each has tables of its own")
-    dirty = sorted({row.commit for row in rows if row.commit and row.commit.endswith("-dirty")})
-    return lines + [f"commit {commit}: the tree differed from the commit, so it alone does not repeat them" for commit
-                    in dirty]  # fmt: skip
+    return lines
+
+
+def _dirty(rows: Sequence[AnyRow | SoakRecord]) -> list[str]:
+    """That a commit alone does not repeat them."""
+    found = sorted({row.commit for row in rows if row.commit and row.commit.endswith("-dirty")})
+    return [f"commit {one}: the tree differed from the commit, so it alone does not repeat them" for one in found]

@@ -15,12 +15,13 @@ from typing import Any
 from relaymeter.compare_records import CompareRecord
 from relaymeter.harness.report_compare import without_relaunch
 from relaymeter.harness.report_sources import AnyRow, Source
+from relaymeter.harness.soak_rows import SoakRecord
 
 __all__ = ["NO_PARQUET", "frame", "has_parquet", "write_csv", "write_parquet"]
 
 NO_PARQUET = "rows.parquet was not written: pyarrow is missing: pip install 'relaymeter[report]'"
-#: Fields that no column is made of: samples of ranks stay in the rows.
-_LEFT_OUT = ("samples_s",)
+#: Fields that no column is made of: they stay in the rows.
+_LEFT_OUT = ("samples_s", "origins")
 _TYPES = {"int": int, "float": float, "bool": bool}
 
 
@@ -33,7 +34,7 @@ def frame(sources: Sequence[Source]) -> tuple[dict[str, type], list[dict[str, An
     columns: dict[str, type] = {"result": str, "kind": str}
     lines = []
     for source in sources:
-        for row in source.rows:
+        for row in source.launched:
             line: dict[str, Any] = {"result": source.name, "kind": "move"}
             for field in fields(row):
                 if field.name not in _LEFT_OUT:
@@ -54,7 +55,7 @@ def _cells(name: str, value: Any, annotation: str, columns: dict[str, type]) -> 
     return {name: float(value) if columns[name] is float and value is not None else value}
 
 
-def _derived(row: AnyRow, columns: dict[str, type]) -> dict[str, float | None]:
+def _derived(row: AnyRow | SoakRecord, columns: dict[str, type]) -> dict[str, float | None]:
     """What the tables of paths show and the rows do not say themselves."""
     if not isinstance(row, CompareRecord):
         return {}

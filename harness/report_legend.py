@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from relaymeter.compare_records import PATHS, CompareRecord
 from relaymeter.harness.report_tables import ReportTable, cells
 
-__all__ = ["compare_legend", "is_weights_only"]
+__all__ = ["compare_legend"]
 
 #: What happens on each path, and its processes.
 _PATHS: Mapping[str, tuple[str, str]] = {
@@ -15,7 +15,7 @@ _PATHS: Mapping[str, tuple[str, str]] = {
     "gather": ("each tensor is gathered whole by DeepSpeed's own calls, and every rank cuts out its shard", "stay"),
     "dcp": ("torch's distributed checkpoint: saved by one job, loaded with resharding by the next", "started anew"),
     "universal": ("DeepSpeed's checkpoint, its converter, load_universal in the next job", "started anew"),
-    "megatron": ("Megatron-Core's refit: weights between its own tensor-parallel models, on CUDA", "-"),
+    "megatron": ("Megatron-Core's refit on GPUs: weights alone, from one tensor-parallel model into another", "stay"),
 }  # fmt: skip
 _OVERLAP = (
     "pause: how long training stands still: all phases but the digest. Where processes stay, plan and build are left "
@@ -42,11 +42,6 @@ _PLACES = (
     "the page cache before. tmpfs: it lay in memory. unshaped: network links as they are; shaped: the rate of each NIC "
     "is limited."
 )
-
-
-def is_weights_only(row: CompareRecord) -> bool:
-    """Whether the change goes to inference copies, not to an engine: ``tp2 x 2 copies``."""
-    return row.destination.endswith((" copy", " copies"))
 
 
 def compare_legend(rows: Sequence[CompareRecord]) -> ReportTable:

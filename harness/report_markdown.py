@@ -16,8 +16,9 @@ from relaymeter import __version__
 from relaymeter.compare_records import CompareRecord
 from relaymeter.harness.report_document import Document
 from relaymeter.harness.report_figures import WRONG_BITS
-from relaymeter.harness.report_sources import How, Source, command_words
+from relaymeter.harness.report_sources import How, Source, command_words, option_words
 from relaymeter.harness.report_tables import Cell, ReportTable, Section, grouped
+from relaymeter.harness.results import KEPT_FILES, names_file
 from relaymeter.units import counted, format_rate
 
 __all__ = ["escaped", "markdown"]
@@ -45,9 +46,9 @@ def escaped(text: str) -> str:
 
 def markdown(document: Document, plots: Mapping[str, str]) -> str:
     """The whole report. ``plots``: file names relative to it, with what they show."""
-    names = ", ".join(dict.fromkeys(row.scenario for row in document.rows))
+    names = ", ".join(dict.fromkeys([row.scenario for row in document.rows] + ["soak"] * bool(document.soaks)))
     simulated = f" (simulated: {', '.join(document.simulated)})" if document.simulated else ""
-    compared = all(isinstance(row, CompareRecord) for row in document.rows)
+    compared = all(isinstance(row, CompareRecord) for row in document.rows) and not document.soaks
     subject = "Resharding in memory beside checkpoints: " if compared and document.rows else ""
     parts = [f"# {escaped(subject + names + simulated)}"]
     if document.wrong:
@@ -73,17 +74,17 @@ def _setup(sources: Sequence[Source]) -> str:
     parts = ["## How it was measured"]
     lines = ["| result | rows | machine | commit | launched (UTC) |", "|---|---:|---|---|---|"]
     for source in sources:
-        found = [dict.fromkeys(row.machine_id for row in source.rows),
-                 dict.fromkeys(row.commit or "unknown" for row in source.rows),
-                 dict.fromkeys(row.utc for row in source.rows)]  # fmt: skip
-        texts = [source.name, str(len(source.rows)), *(", ".join(names) for names in found)]
+        found = [dict.fromkeys(row.machine_id for row in source.launched),
+                 dict.fromkeys(row.commit or "unknown" for row in source.launched),
+                 dict.fromkeys(row.utc for row in source.launched)]  # fmt: skip
+        texts = [source.name, str(len(source.launched)), *(", ".join(names) for names in found)]
         lines.append("| " + " | ".join(map(escaped, texts)) + " |")
     parts.append("\n".join(lines))
     known = [(source, source.how) for source in sources if source.how is not None]
     told = grouped(known, lambda pair: pair[1].facts)
     machines: list[str] = []
     for facts, own in told.items():
-        ids = ", ".join(dict.fromkeys(row.machine_id for source, _ in own for row in source.rows))
+        ids = ", ".join(dict.fromkeys(row.machine_id for source, _ in own for row in source.launched))
         machines.append(f"machine {ids}: {_facts(dict(facts))}{_unknown(dict(facts), own)}")
     unknown = [source.name for source in sources if source.how is None]
     machines += [f"{name}: no how.txt beside the rows, so versions and command are not known" for name in unknown]
@@ -91,6 +92,7 @@ def _setup(sources: Sequence[Source]) -> str:
     commands = _commands(sources)
     if commands:
         parts.append("To repeat it:\n\n```sh\n" + commands + "\n```")
+    parts += _kept(sources)
     files = _files(sources)
     if files:
         named = escaped(", ".join(files))
@@ -115,12 +117,38 @@ def _unknown(facts: Mapping[str, str], own: Sequence[tuple[Source, How]]) -> str
     return f"; not kept: {', '.join(left)}" if left else ""
 
 
+def _kept(sources: Sequence[Source]) -> list[str]:
+    """The TOML files that were kept with the results, each content once, for a reader to open."""
+    every = [(source, name, content) for source in sources for name, content in source.files]
+    parts = []
+    for (name, content), own in grouped(every, lambda entry: entry[1:]).items():
+        given = dict.fromkeys(
+            text for source, _, _ in own for option, text in _named(source) if KEPT_FILES[option] == name
+        )
+        results = ", ".join(source.name for source, _, _ in own)
+        told = f"{', '.join(given) or name}, kept as {name} in {results}"
+        summary = html.escape(" ".join(told.split()), quote=False)
+        fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", content))])
+        parts.append(f"<details><summary>{summary}</summary>\n\n{fence}toml\n{content.rstrip()}\n{fence}\n\n</details>")
+    return parts
+
+
+def _named(source: Source) -> list[tuple[str, str]]:
+    """Options and texts of the command by which it named TOML files."""
+    words = command_words(source.how.command) if source.how is not None else []
+    return [
+        (word.removeprefix("--"), after)
+        for word, after in pairwise(words)
+        if word.startswith("--") and word.removeprefix("--") in KEPT_FILES and names_file(after)
+    ]
+
+
 def _files(sources: Sequence[Source]) -> list[str]:
-    """Scenarios that were files, by the names in the commands."""
+    """TOML files that were not kept, by their names in the commands."""
     found: dict[str, None] = {}
     for source in sources:
-        words = command_words(source.how.command) if source.how is not None else []
-        found |= {after: None for word, after in pairwise(words) if word == "--scenario" and after.endswith(".toml")}
+        kept = {name for name, _ in source.files}
+        found |= {text: None for option, text in _named(source) if KEPT_FILES[option] not in kept}
     return list(found)
 
 
@@ -137,7 +165,7 @@ def _cluster(text: str) -> str:
 
 def _commands(sources: Sequence[Source]) -> str:
     """Each command once, below the commit it ran on; where there are several, with the results that it made."""
-    known = [(source.rows[0].commit, source.how.command, source) for source in sources if source.how is not None]
+    known = [(source.launched[0].commit, source.how.command, source) for source in sources if source.how is not None]
     several = len({command for _, command, _ in known}) > 1
     lines: list[str] = []
     for commit, own in grouped(known, lambda entry: entry[0]).items():
@@ -145,8 +173,10 @@ def _commands(sources: Sequence[Source]) -> str:
         commands = grouped(own, lambda entry: entry[1])
         for command, made in commands.items():
             if several:
-                results = ", ".join(f"{source.name} ({counted(len(source.rows), 'row')})" for _, _, source in made)
+                results = ", ".join(f"{source.name} ({counted(len(source.launched), 'row')})" for _, _, source in made)
                 lines.append(f"# made {' '.join(results.split())}{_again(command, list(commands))}")
+            if "--work" in option_words(command):
+                lines.append("# twice: the second one loads in new processes what the first has saved")
             lines.append(command)
     return "\n".join(lines).replace("```", "` ` `")
 

@@ -228,7 +228,7 @@ def _routes(title: str, origin: Origin, world: str, rows: Sequence[MoveRecord]) 
         lines.append(cells(
             row.planner, row.executor, _route(row), _time_cell(taken, interval=True),
             ratio_text(_middle(measured), _middle(base)),
-            f"{measured.middle / bound.middle:.3f}" if measured is not None and bound is not None else NONE,
+            _over(measured, bound, ".3f"),
             _predicted(taken, predicted), _error(measured, predicted), time_text(_middle(bound)),
             size_text(row.bytes_in_node), size_text(row.bytes_cross_node), _wire(taken.rows), _digests(taken.rows),
             size_text(max((one.peak_bytes for one in taken.rows if one.peak_bytes is not None), default=None)),
@@ -270,4 +270,8 @@ def _predicted(taken: Taken, found: Figure | None) -> str:
 
 
 def _error(measured: Figure | None, predicted: Figure | None) -> str:
-    return NONE if measured is None or predicted is None else f"{predicted.middle / measured.middle - 1:+.1%}"
+    return _over(predicted, measured, "+.1%", less=1)
+
+
+def _over(found: Figure | None, base: Figure | None, form: str, less: float = 0.0) -> str:
+    return NONE if found is None or base is None or not base.middle else f"{found.middle / base.middle - less:{form}}"

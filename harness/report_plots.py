@@ -64,6 +64,13 @@ class _Bar:
 def draw_plots(rows: Sequence[AnyRow], folder: Path) -> dict[str, str]:
     """Draw what ``rows`` allow: ``phases.png`` and ``ratios.png`` of paths, ``state-phases.png`` of training states,
     ``moves.png``, ``moves-2.png``, ... of moves of weights. Returns the names with what each shows."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):  # a dollar in a name begins no formula
+        return _draw_plots(rows, folder)
+
+
+def _draw_plots(rows: Sequence[AnyRow], folder: Path) -> dict[str, str]:
     compared = [row for row in rows if isinstance(row, CompareRecord)]
     states = [row for row in rows if isinstance(row, StateRecord)]
     moves = [row for row in rows if isinstance(row, MoveRecord)]
@@ -233,7 +240,10 @@ def _ratios(tables: Mapping[tuple[Origin, str], Sequence[PathRows]]) -> Canvas:
     logarithmic axis, each with its number."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    every = {key: [path for path in paths if path.used and path.label != BASELINE] for key, paths in tables.items()}
+    every = {
+        key: [path for path in paths if path.used and path.label != BASELINE and not path.part]
+        for key, paths in tables.items()
+    }
     shown = [(key, paths) for key, paths in every.items() if paths][:_MOST_PANELS]
     figure, axes = _canvas([len(paths) for _, paths in shown], 6.4, _PANELS_A_LINE, bar=0.72)
     handles: dict[str, Any] = {}

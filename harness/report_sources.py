@@ -6,15 +6,17 @@ a row was measured: rows of two origins never share a table. Offline, no torch.
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import InputError, NothingMeasured
-from relaymeter.records import MoveRecord, dump_json, read_input
+from relaymeter.harness.results import KEPT_FILES
+from relaymeter.harness.soak_rows import SoakRecord
+from relaymeter.records import MoveRecord, Row, dump_json, read_input
 from relaymeter.row_files import read_rows
 from relaymeter.state_records import OffloadRecord, StateRecord
 from relaymeter.units import counted
@@ -24,10 +26,11 @@ __all__ = ["AnyRow", "How", "Origin", "Source", "command_words", "option_words",
 
 AnyRow = MoveRecord | StateRecord | OffloadRecord | CompareRecord
 _ROWS, _HOW = "rows.jsonl", "how.txt"
-#: Kinds of rows that have a report of their own, and the command whose report it is.
+#: Kinds of rows that have no line here, and what they are.
 _OTHERS: Mapping[str, str] = {
     **dict.fromkeys(VALIDATION_KINDS, "validate, whose report.md lies beside them"),
-    **dict.fromkeys(("soak", "soak-rank", "soak-run"), "soak, which has no tables here"),
+    "soak-rank": "single ranks of a soak, whose sums are in its line",
+    "soak-run": "runs of wrong bytes of a soak, whose sums are in its line",
 }
 
 
@@ -42,15 +45,44 @@ class How:
 
 
 @dataclass(frozen=True)
+class _LeftOut:
+    """A row that has no line in the report."""
+
+    what: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _left_out(what: str) -> Callable[[Mapping[str, Any]], Row]:
+    return lambda _: _LeftOut(what)
+
+
+_MORE: Mapping[str, Callable[[Mapping[str, Any]], Row]] = {
+    "soak": SoakRecord.from_dict,
+    **{kind: _left_out(what) for kind, what in _OTHERS.items()},
+}
+
+
+@dataclass(frozen=True)
 class Source:
     """A file of rows."""
 
     path: Path
     """The file."""
     rows: tuple[AnyRow, ...]
-    """Its rows, without those that an earlier file has too."""
+    """Its rows, each once, without those that an earlier file has too."""
     how: How | None
     """What lies beside it; None: nothing does."""
+    soaks: tuple[SoakRecord, ...] = ()
+    """Its soaks, the same way."""
+    files: tuple[tuple[str, str], ...] = ()
+    """Names and contents of the TOML files that were kept with it (``results.KEPT_FILES``)."""
+
+    @property
+    def launched(self) -> tuple[AnyRow | SoakRecord, ...]:
+        """Rows and soaks."""
+        return (*self.rows, *self.soaks)
 
     @property
     def name(self) -> str:
@@ -117,28 +149,41 @@ def read_sources(paths: Sequence[Path]) -> tuple[tuple[Source, ...], tuple[str, 
     notes: list[str] = []
     seen: dict[str, Path] = {}
     for path in _files(paths, notes):
-        kind = _kind(path)
-        if kind is not None and kind in _OTHERS:
-            notes.append(f"left out: {path}: rows of {_OTHERS[kind]}")
-            continue
         rows: list[AnyRow] = []
+        soaks: list[SoakRecord] = []
         twice: dict[Path, int] = {}
-        for row in read_rows(path):
-            if not isinstance(row, AnyRow):
-                raise InputError(f"records {path}: rows of {type(row).__name__} have no table: leave the file out")
+        others: dict[str, int] = {}
+        for row in read_rows(path, _MORE):
+            if isinstance(row, _LeftOut):
+                others[row.what] = others.get(row.what, 0) + 1
+                continue
             text = dump_json(row.to_dict(), indent=None)
-            first = seen.setdefault(text, path)
-            if first != path:
-                twice[first] = twice.get(first, 0) + 1
-            else:
+            if text in seen:
+                twice[seen[text]] = twice.get(seen[text], 0) + 1
+                continue
+            seen[text] = path
+            if isinstance(row, SoakRecord):
+                soaks.append(row)
+            elif isinstance(row, AnyRow):
                 rows.append(row)
-        notes += [f"{counted(n, 'row')} of {path} stand in {first} too: counted once" for first, n in twice.items()]
-        sources.append(Source(path, tuple(rows), _how(path.parent / _HOW)))
-    if not any(source.rows for source in sources):
+            else:
+                raise InputError(f"records {path}: rows of {type(row).__name__} have no table: leave the file out")
+        notes += [f"left out: {path}: {counted(n, 'row')} of {what}" for what, n in others.items()]
+        notes += [_repeated(n, path, first) for first, n in twice.items()]
+        how = _how(path.parent / _HOW)
+        sources.append(Source(path, tuple(rows), how, tuple(soaks), _kept(path.parent) if how is not None else ()))
+    if not any(source.launched for source in sources):
         told = "; ".join(notes)
         raise NothingMeasured(f"no rows in {', '.join(map(str, paths))}{': ' * bool(told)}{told}: make some with "
                               "relaymeter run --results DIR")  # fmt: skip
-    return tuple(source for source in sources if source.rows), tuple(notes)
+    return tuple(source for source in sources if source.launched), tuple(notes)
+
+
+def _repeated(number: int, path: Path, first: Path) -> str:
+    rows = counted(number, "row")
+    if path == first:
+        return f"{rows} of {path} {'repeats' if number == 1 else 'repeat'} an earlier one of it: counted once"
+    return f"{rows} of {path} {'stands' if number == 1 else 'stand'} in {first} too: counted once"
 
 
 def _files(paths: Sequence[Path], notes: list[str]) -> list[Path]:
@@ -161,15 +206,10 @@ def _files(paths: Sequence[Path], notes: list[str]) -> list[Path]:
     return list(found.values())
 
 
-def _kind(path: Path) -> str | None:
-    """The kind that the first row says."""
-    first = read_input(path, "records").partition("\n")[0]
-    try:
-        entry = json.loads(first) if first.strip() else None
-    except (ValueError, RecursionError):
-        return None
-    kind = entry.get("kind") if isinstance(entry, dict) else None
-    return kind if isinstance(kind, str) else None
+def _kept(folder: Path) -> tuple[tuple[str, str], ...]:
+    """The TOML files that were kept in ``folder``, by name."""
+    names = sorted({name for name in KEPT_FILES.values() if (folder / name).is_file()})
+    return tuple((name, read_input(folder / name, "the kept")) for name in names)
 
 
 def _how(path: Path) -> How | None:
@@ -178,7 +218,7 @@ def _how(path: Path) -> How | None:
         return None
     command: list[str] = []
     facts: list[tuple[str, str]] = []
-    for line in read_input(path, "how the results were made,").splitlines():
+    for line in read_input(path, "how the results were made,").removesuffix("\n").split("\n"):
         name, colon, value = line.partition(": ")
         if command and colon and name.replace("_", "").isalnum() and name.islower():
             facts.append((name, value))

@@ -12,6 +12,7 @@ from typing import Any
 from relaymeter.calibration.wrong_bytes import ORIGINS, WrongRun, grid_of
 from relaymeter.errors import InputError
 from relaymeter.records import plain
+from relaymeter.row_fields import record_of
 from relaymeter.units import counted
 
 __all__ = ["SOAK_SCHEMA_VERSION", "SoakRecord", "binary_text", "by_origin", "places_of", "runs_of", "soak_rows"]
@@ -74,19 +75,15 @@ class SoakRecord:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> SoakRecord:
-        """The row that ``to_dict`` wrote. Raises InputError for another version and unknown or missing fields."""
+        """The row that ``to_dict`` wrote. Raises InputError for another version, unknown or missing fields, and values
+        of another type."""
         version = entry.get("schema_version")
         if version != SOAK_SCHEMA_VERSION or entry.get("kind") != "soak":
             raise InputError(
                 f"record of kind {entry.get('kind')!r}, schema_version {version!r}: a soak of version "
                 f"{SOAK_SCHEMA_VERSION} is read here"
             )
-        names = {field.name for field in fields(cls)}
-        if set(entry) != names:
-            raise InputError(
-                f"record does not have the expected fields: {', '.join(sorted(set(entry) ^ names))} differ"
-            )
-        return cls(**{**entry, "executors": tuple(entry["executors"])})
+        return record_of(cls, entry)
 
 
 def by_origin(runs: Sequence[WrongRun]) -> dict[str, dict[str, Any]]:

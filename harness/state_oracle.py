@@ -127,10 +127,10 @@ class FullStates:
         return _state_of(self._engine, name, self._params[name], kept, self._whole_masters)
 
     def weight(self, name: str) -> torch.Tensor:
-        """A copy of the parameter ``name``, whole in the same sense."""
+        """A copy of the parameter or buffer ``name``, whole in the same sense."""
         import deepspeed
 
-        param = self._params[name]
+        param = self._params[name] if name in self._params else self._engine.module.get_buffer(name)
         with deepspeed.zero.GatheredParameters([param] if hasattr(param, "ds_id") else []):
             found: torch.Tensor = param.data.detach().clone()
         return found

@@ -37,6 +37,7 @@ _JOBS = {
     "check": ("calibrate_job", "run_check_job"),
     "run": ("run", "run_job"),
     "soak": ("soak_job", "run_soak_job"),
+    "track": ("track.rank_job", "run_track_job"),
     "training-state": ("state_run", "run_state_job"),
     "offload": ("state_run", "run_offload_job"),
     "validate": ("validate_job", "run_validate_job"),
@@ -45,12 +46,19 @@ _JOBS = {
 }
 
 
-def work(job: Job, say: Say, keep: Callable[[dict[str, Any]], None], *, joined: bool = False) -> int:
+def work(
+    job: Job,
+    say: Say,
+    keep: Callable[[dict[str, Any]], None],
+    *,
+    joined: bool = False,
+    on_error: Say | None = None,
+) -> int:
     """Join the world and do ``job``. Every rank calls it; returns its exit code.
 
     ``say`` gets lines for people and ``keep`` the result so far (of a run: after every move), both on rank 0. Errors
-    are printed to standard error and become the exit code; in a ``joined`` world, where all ranks share a terminal,
-    rank 0 alone prints what every rank was refused for.
+    are printed to standard error, told to ``on_error`` in one line, and become the exit code; in a ``joined`` world,
+    where all ranks share a terminal, rank 0 alone prints what every rank was refused for.
     """
     world: World | None = None
     lost: tuple[int, ...] = ()
@@ -65,9 +73,13 @@ def work(job: Job, say: Say, keep: Callable[[dict[str, Any]], None], *, joined: 
         lost = error.ranks if isinstance(error, RankLost) else ()
         if not (joined and isinstance(error, InputError) and world is not None and world.rank):
             print(f"relaymeter: {error}", file=sys.stderr, flush=True)
+        if on_error is not None:
+            on_error(str(error).split("\n")[0])
         return error.exit_code
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        if on_error is not None:
+            on_error("".join(traceback.format_exception_only(error)).split("\n")[0])
         return EXIT_CRASH
     finally:
         if world is not None:

@@ -43,9 +43,11 @@ __all__ = ["Hooks", "MoveTiming", "Mover", "RoundRunner", "poison"]
 
 @dataclass(frozen=True)
 class Hooks:
-    """Faults for tests: called before each round, and for each received message before it is unpacked."""
+    """Faults for tests: called before each round, after its exchange with the seconds that took (a wait there counts as
+    communication), and for each received message before it is unpacked."""
 
     on_round: Callable[[int], None] | None = None
+    on_exchange: Callable[[int, float], None] | None = None
     on_receive: Callable[[int, int, torch.Tensor], None] | None = None
 
 
@@ -190,6 +192,9 @@ class RoundRunner(ABC):
         packed = self._now()
         moved = self._exchange(step, number, deadline)
         arrived = self._now()
+        if self._hooks.on_exchange is not None:
+            self._hooks.on_exchange(number, arrived - packed)
+            arrived = self._now()
         if self._hooks.on_receive is not None:
             for peer, tensor in step.receives:
                 self._hooks.on_receive(number, peer, tensor)

@@ -40,6 +40,12 @@ PURE = (
     *(f"harness/{name}" for name in ("commands_report", "compare_prices", "emit_paths")),
     *(f"harness/report_{name}" for name in ("compare", "document", "figures", "files", "frame", "markdown", "missing")),
     *(f"harness/report_{name}" for name in ("moves", "plots", "sources", "states", "tables")),
+    *(f"harness/{name}" for name in ("commands_track", "commands_track_check", "options_track")),
+    *(
+        f"harness/track/{path.stem}"
+        for path in sorted((ROOT / "harness/track").glob("*.py"))
+        if path.stem != "rank_job"
+    ),
 )
 HEAVY = ("torch", "deepspeed", "transformers")
 

@@ -57,10 +57,13 @@ def told_errors(texts: Mapping[int, str], group: dist.ProcessGroup | None) -> st
 
 def say_error(error: Exception) -> str:
     """Text of an error of this package; of another its type, its text (or the line that raised it, where it has none)
-    and the function of DeepSpeed. Pure."""
+    and the function of DeepSpeed; of a key that was not found who looked for it. Pure."""
     if isinstance(error, RelaymeterError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "deepspeed" in frame.filename]
+    if isinstance(error, KeyError) and error.args:
+        who = f"DeepSpeed's {inside[-1].name}" if inside else frames[-1].name if frames else "a look-up"
+        return f"{who} looks for {str(error.args[0])!r}, which is not there"
     where = f" in {inside[-1].name}" if inside else ""
     return f"{type(error).__name__}{where}: {str(error) or (frames[-1].line if frames else '')}"

@@ -68,9 +68,10 @@ class CompareRecord(BaseRecord):
     state_bytes: int
     """Bytes of the state that changes its layout, each element once."""
     plan_s: float | None = None
-    """Reading both ends and planning. In memory it is done while training still runs, as the build is."""
+    """Reading both ends, planning, allocating what the destination lacks. In memory it is done while training still
+    runs, as the build is."""
     move_s: float | None = None
-    """Allocating what the destination lacks, the exchange, and the fields."""
+    """The exchange, and the fields."""
     gather_s: float | None = None
     """Gathering every tensor whole."""
     slice_s: float | None = None
@@ -119,6 +120,17 @@ class CompareRecord(BaseRecord):
     """``ok``, ``wrong bits``, ``cannot`` or ``failed``."""
     ok: bool
     """Whether every bit arrived. False for ``cannot``, which is no failure."""
+
+    @property
+    def is_weights_only(self) -> bool:
+        """Whether the change goes to inference copies, not to an engine: ``tp2 x 2 copies``."""
+        return self.destination.endswith((" copy", " copies"))
+
+    @property
+    def moves_part(self) -> bool:
+        """Whether the path moves less than the change asks for: weights alone, where others move masters and moments
+        too. Its times stand in no ratio to theirs."""
+        return self.path == "megatron" and not self.is_weights_only
 
     @property
     def phases(self) -> dict[str, float]:

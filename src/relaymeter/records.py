@@ -11,12 +11,13 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from relaymeter.errors import InputError
+from relaymeter.row_fields import record_of, shown
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -31,6 +32,7 @@ __all__ = [
     "parse_json",
     "plain",
     "read_input",
+    "read_lines",
     "read_records",
     "write_text",
 ]
@@ -43,6 +45,8 @@ _LARGEST_INPUT = 1 << 30
 
 #: What rows of version 1, which knew one planner and one source, do not say.
 _SINCE_VERSION_2 = ("source_bytes", "fallback_tensors", "bytes_in_rank", "max_extra_bytes")
+
+_Made = TypeVar("_Made")
 
 
 class Row(Protocol):
@@ -140,7 +144,7 @@ class MoveRecord:
         """The row that ``to_dict`` wrote, of this version, of version 2, whose rows were all of real ranks, or of
         version 1, whose rows moved from the trainer besides.
 
-        Raises InputError for another version and for unknown or missing fields.
+        Raises InputError for another version, for unknown or missing fields and for values of another type.
         """
         if "kind" in entry:
             raise InputError(f"record of kind {entry['kind']!r} is no move of weights: row_files.read_rows reads it")
@@ -151,15 +155,7 @@ class MoveRecord:
             entry = _from_version_1(entry)
         if version != SCHEMA_VERSION:
             entry = _from_version_2(entry)
-        names = {field.name for field in fields(cls)}
-        if set(entry) != names:
-            raise InputError(
-                f"record does not have the expected fields: {', '.join(sorted(set(entry) ^ names))} differ"
-            )
-        values = dict(entry)
-        values["samples_s"] = tuple(tuple(sample) for sample in entry["samples_s"])
-        values["profile_mismatch"] = tuple(entry["profile_mismatch"])
-        return cls(**values)
+        return record_of(cls, entry)
 
 
 def _from_version_1(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,15 +292,25 @@ def load_json(path: Path, what: str) -> Any:
         raise InputError(f"{what} {path} is not usable JSON: {error}") from error
 
 
+def read_lines(path: Path, make: Callable[[dict[str, Any]], _Made]) -> list[_Made]:
+    """``make`` of the JSON object in every line of the file ``path``. A line ends with a line feed and with nothing
+    else, since JSON texts may hold every other separator. Raises InputError naming the line."""
+    lines = read_input(path, "records").split("\n")
+    found = []
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], start=1):
+        try:
+            entry = parse_json(line)
+            if not isinstance(entry, dict):
+                raise InputError(f"{shown(entry)} is no row: expected an object")
+            found.append(make(entry))
+        except (ValueError, InputError, RecursionError) as error:
+            raise InputError(f"records {path}, line {number}: {error}") from error
+    return found
+
+
 def read_records(path: Path) -> list[MoveRecord]:
     """The rows of a JSON Lines file. Raises InputError naming the line."""
-    rows = []
-    for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
-        try:
-            rows.append(MoveRecord.from_dict(parse_json(line)))
-        except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
-            raise InputError(f"records {path}, line {number}: {error}") from error
-    return rows
+    return read_lines(path, MoveRecord.from_dict)
 
 
 def check_target(path: Path, *, force: bool = False) -> None:

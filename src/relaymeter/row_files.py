@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import InputError
-from relaymeter.records import MoveRecord, Row, parse_json, read_input
+from relaymeter.records import MoveRecord, Row, read_lines
 from relaymeter.state_records import BaseRecord, OffloadRecord, StateRecord
 
 __all__ = ["read_rows"]
@@ -22,17 +24,17 @@ _KINDS: Mapping[str, type[BaseRecord]] = {
 }
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a JSON Lines file, each of the kind that it says; where it says none, ``MoveRecord``. Raises
-    InputError naming the line."""
-    rows: list[Row] = []
-    for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
-        try:
-            entry = parse_json(line)
-            kind = entry.get("kind")
-            if kind is not None and kind not in _KINDS:
-                raise InputError(f"record of kind {kind!r}: this version reads {', '.join(sorted(_KINDS))}")
-            rows.append(MoveRecord.from_dict(entry) if kind is None else _KINDS[kind].from_dict(entry))
-        except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
-            raise InputError(f"records {path}, line {number}: {error}") from error
-    return rows
+def read_rows(path: Path, more: Mapping[str, Callable[[Mapping[str, Any]], Row]] = MappingProxyType({})) -> list[Row]:
+    """The rows of a JSON Lines file, each of the kind that it says; where it says none, ``MoveRecord``. ``more``: what
+    makes rows of kinds that this module does not know. Raises InputError naming the line, and in it the field."""
+    makers = {**{kind: record.from_dict for kind, record in _KINDS.items()}, **more}
+
+    def make(entry: Mapping[str, Any]) -> Row:
+        kind = entry.get("kind")
+        if kind is None:
+            return MoveRecord.from_dict(entry)
+        if not isinstance(kind, str) or kind not in makers:
+            raise InputError(f"record of kind {kind!r}: this version reads {', '.join(sorted(_KINDS))}")
+        return makers[kind](entry)
+
+    return read_lines(path, make)

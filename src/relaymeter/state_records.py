@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from relaymeter.errors import InputError
 from relaymeter.records import plain
+from relaymeter.row_fields import record_of
 
 __all__ = ["STATE_SCHEMA_VERSION", "BaseRecord", "OffloadRecord", "StateRecord"]
 
@@ -46,19 +47,12 @@ class BaseRecord:
 
     @classmethod
     def from_dict(cls: type[_Record], entry: Mapping[str, Any]) -> _Record:
-        """The row that ``to_dict`` wrote. Raises InputError for another version and unknown or missing fields."""
+        """The row that ``to_dict`` wrote. Raises InputError for another version, unknown or missing fields, and values
+        of another type."""
         version = entry.get("schema_version")
         if version != STATE_SCHEMA_VERSION:
             raise InputError(f"record of schema_version {version!r}: this version reads {STATE_SCHEMA_VERSION}")
-        names = {field.name for field in fields(cls)}
-        if set(entry) != names:
-            raise InputError(
-                f"record does not have the expected fields: {', '.join(sorted(set(entry) ^ names))} differ"
-            )
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()
-        }
-        return cls(**values)
+        return record_of(cls, entry)
 
 
 @dataclass(frozen=True, kw_only=True)

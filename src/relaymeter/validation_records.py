@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from relaymeter.errors import InputError
-from relaymeter.records import parse_json, plain, read_input
+from relaymeter.records import plain, read_lines
+from relaymeter.row_fields import record_of
 
 __all__ = ["HARD", "KINDS", "THRESHOLDS", "VALIDATION_SCHEMA_VERSION", "ValidationRecord", "read_validation"]
 
@@ -27,8 +28,6 @@ KINDS = ("size", "matrix", "move", "batch", "mix")
 HARD = ("two-way", "in-node", "small segments", "incast", "unshaped")
 #: The thresholds that batches stand below, at and above.
 THRESHOLDS = ("min_relay", "min_split")
-
-_TUPLES = ("hard", "samples_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,31 +122,22 @@ class ValidationRecord:
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> ValidationRecord:
-        """The row that ``to_dict`` wrote. Raises InputError for another version or kind, unknown or missing fields."""
+        """The row that ``to_dict`` wrote. Raises InputError for another version or kind, unknown or missing fields,
+        values of another type."""
         version = entry.get("schema_version")
         if version != VALIDATION_SCHEMA_VERSION:
             raise InputError(f"record of schema_version {version!r}: this version reads {VALIDATION_SCHEMA_VERSION}")
-        names = {field.name for field in fields(cls)}
-        if set(entry) != names:
-            raise InputError(
-                f"record does not have the expected fields: {', '.join(sorted(set(entry) ^ names))} differ"
-            )
-        if entry["kind"] not in KINDS:
-            raise InputError(f"record of kind {entry['kind']!r}: this version reads {', '.join(KINDS)}")
-        unknown = [text for text in entry["hard"] if text not in HARD]
+        found = record_of(cls, entry)
+        if found.kind not in KINDS:
+            raise InputError(f"record of kind {found.kind!r}: this version reads {', '.join(KINDS)}")
+        unknown = [text for text in found.hard if text not in HARD]
         if unknown:
             raise InputError(f"record with hard = {unknown[0]!r}: this version knows {', '.join(HARD)}")
-        if entry["threshold"] not in (None, *THRESHOLDS):
-            raise InputError(f"record of threshold {entry['threshold']!r}: one of {', '.join(THRESHOLDS)} or null")
-        return cls(**{**entry, **{name: tuple(entry[name]) for name in _TUPLES}})
+        if found.threshold not in (None, *THRESHOLDS):
+            raise InputError(f"record of threshold {found.threshold!r}: one of {', '.join(THRESHOLDS)} or null")
+        return found
 
 
 def read_validation(path: Path) -> list[ValidationRecord]:
     """The rows of a JSON Lines file that ``validate`` wrote. Raises InputError naming the line."""
-    rows = []
-    for number, line in enumerate(read_input(path, "records").splitlines(), start=1):
-        try:
-            rows.append(ValidationRecord.from_dict(parse_json(line)))
-        except (ValueError, TypeError, InputError, AttributeError, RecursionError) as error:
-            raise InputError(f"records {path}, line {number}: {error}") from error
-    return rows
+    return read_lines(path, ValidationRecord.from_dict)

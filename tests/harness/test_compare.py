@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +12,35 @@ from typing import Any
 import pytest
 
 from relaymeter.compare_records import PATHS, CompareRecord
-from relaymeter.errors import EXIT_CRASH, EXIT_NOTHING_MEASURED, EXIT_OK, EXIT_WRONG_BITS, InputError
-from relaymeter.harness import compare_storage
+from relaymeter.errors import (
+    EXIT_CRASH,
+    EXIT_NOTHING_MEASURED,
+    EXIT_OK,
+    EXIT_TIME_LIMIT,
+    EXIT_WRONG_BITS,
+    InputError,
+)
+from relaymeter.harness import compare_change, compare_storage
 from relaymeter.harness.cli import main
 from relaymeter.harness.commands_compare import finished_rows
+from relaymeter.harness.commands_ranks import first_error
 from relaymeter.harness.compare_change import Making
-from relaymeter.harness.compare_config import CompareScenario
+from relaymeter.harness.compare_config import NO_TRAINING_STATE, CompareScenario, ReplicaConfig
 from relaymeter.harness.compare_emit import comparison_lines, comparison_tables
-from relaymeter.harness.compare_ends import check_digests
+from relaymeter.harness.compare_ends import check_digests, replica_layout
 from relaymeter.harness.compare_ranks import as_lack_of_room
 from relaymeter.harness.compare_rows import Told, rows_of
 from relaymeter.harness.compare_storage import Workplace, check_room, find_storages
 from relaymeter.harness.config import check
 from relaymeter.harness.jobs import ClusterConfig, RunStamp
+from relaymeter.harness.launch import LaunchResult, RankEnd
 from relaymeter.harness.page_cache import file_system, unescaped
+from relaymeter.harness.paths.together import say_error
 from relaymeter.harness.paths.universal import UniversalRefused
 from relaymeter.harness.scenario import load_any
+from relaymeter.harness.state_config import TrainingConfig
 from relaymeter.harness.verdict import judge_comparison
+from relaymeter.records import dump_lines
 
 STAMP = RunStamp(utc="2026-11-30T00:00:00Z", launch_id="ab", machine_id="m", commit="c")
 SAVED: list[dict[str, Any]] = [
@@ -80,14 +93,25 @@ def test_what_a_path_cannot_or_failed_to_do_is_a_row_with_its_reason() -> None:
     assert by["universal", "warm"].cannot == by["universal", "cold"].cannot == "converting fails: why"
     assert by["dcp", "cold"].failed == "not reached" and by["dcp", "warm"].ok
     assert by["gather", None].failed == "not reached"
-    assert "CUDA" in str(made(told, change=3)[-1].cannot)  # TP2 -> TP4
-    assert "CUDA" not in str(made(replace(told, on_gpu=True), change=3)[-1].cannot)
     assert "no ZeRO partitions" in str(by["megatron", None].cannot)
+    assert made(told, change=3)[-1].failed == "not reached"  # TP2 -> TP4: by the ranks
+    refused = {"path": "megatron", "storage": None, "cannot": "no CUDA here"}
+    assert made(replace(told, saved=[refused]), change=3)[-1].cannot == "no CUDA here"
     assert judge_comparison(rows).exit_code == EXIT_CRASH
     assert judge_comparison([row for row in rows if row.failed is None]).exit_code == EXIT_OK
     assert judge_comparison([by["megatron", None]]).exit_code == EXIT_NOTHING_MEASURED
     text = comparison_lines(rows)
     assert "dp4-dp2, universal: cannot: converting fails: why" in text
+
+
+def test_the_refit_says_in_its_row_what_it_moved() -> None:
+    refit = {
+        "path": "megatron", "storage": None, "phases": {"build": 1.0, "plan": 0.25, "move": 0.5, "digest": 1.0},
+        "digest_passed": 4, "digest_total": 4, "mismatch": None, "note": "weights alone, 12 MB",
+    }  # fmt: skip
+    row = made(replace(TOLD, saved=[*SAVED, refit]), change=3)[-1]
+    assert (row.path, row.pause_s, row.plan_s, row.total_s, row.ok) == ("megatron", 0.5, 0.25, 1.75, True)
+    assert "megatron: weights alone, 12 MB" in comparison_lines([row])
 
 
 def test_wrong_bits_outrank_a_failed_path_and_are_said_first() -> None:
@@ -172,8 +196,6 @@ def test_other_commands_say_who_takes_a_comparison(capsys: pytest.CaptureFixture
 
 
 def test_rows_of_another_comparison_are_no_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from relaymeter.records import dump_lines
-
     journal = tmp_path / "rows.jsonl"
     journal.write_text(dump_lines(made(TOLD)))
     assert main(["compare", "--journal", str(journal)]) == 2
@@ -183,7 +205,6 @@ def test_rows_of_another_comparison_are_no_journal(tmp_path: Path, capsys: pytes
 def test_rows_of_other_options_are_no_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A journal holds its comparison's training, engines, paths, storages and ranks."""
     from relaymeter.harness.results import machine_id, make_stamp
-    from relaymeter.records import dump_lines
 
     stamp = make_stamp(machine_id(), shaped=False)
     rows = [replace(row, machine_id=stamp.machine_id, commit=stamp.commit, setting="other") for row in made(TOLD)]
@@ -194,8 +215,6 @@ def test_rows_of_other_options_are_no_journal(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_change_in_which_a_path_failed_is_made_again(tmp_path: Path) -> None:
-    from relaymeter.records import dump_lines
-
     cluster = ClusterConfig(nodes=1, ranks_per_node=4, shape=False)
     making = Making(scenario(), PATHS, find_storages([("disk", str(tmp_path))]), cluster, STAMP, 0.0)
     changes = scenario().changes
@@ -206,7 +225,137 @@ def test_a_change_in_which_a_path_failed_is_made_again(tmp_path: Path) -> None:
     assert {row.change for row in rows if row.verdict == "failed"} == {changes[1].name}
     journal = tmp_path / "rows.jsonl"
     journal.write_text(dump_lines(rows))
-    assert {row.change for row in finished_rows(journal, making)} == {changes[0].name}
+    kept, others = finished_rows(journal, making, 1)
+    assert {row.change for row in kept} == {changes[0].name} and others == []
+
+
+def test_rows_of_changes_that_are_not_asked_for_stay_in_the_journal_only(tmp_path: Path) -> None:
+    cluster = ClusterConfig(nodes=1, ranks_per_node=4, shape=False)
+    first, second = scenario().changes[:2]
+    asked = scenario().model_copy(update={"changes": (second,)})
+    making = Making(asked, PATHS[2:], find_storages([("disk", str(tmp_path))]), cluster, STAMP, 0.0)
+    rows = [replace(row, setting=making.setting(second)) for row in made(TOLD, ("dcp",), 1)]
+    journal = tmp_path / "rows.jsonl"
+    journal.write_text(dump_lines([*made(TOLD, ("dcp",), 0), *rows, *(replace(row, launch=2) for row in rows)]))
+    kept, others = finished_rows(journal, making, 1)
+    assert kept == rows
+    assert {(row.change, row.launch) for row in others} == {(first.name, 1), (second.name, 2)}
+
+
+def test_what_the_time_limit_leaves_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [change.name for change in scenario().changes[:2]]
+    options = ["--change", names[0], "--change", names[1], "--storage", f"disk={tmp_path}"]
+    assert main(["compare", *options, "--time-limit", "1e-9", "--launches", "2"]) == EXIT_TIME_LIMIT
+    assert (
+        f"not run (time limit): {names[0]} (launch 1), {names[1]} (launch 1), {names[0]} (launch 2), {names[1]} "
+        "(launch 2); with --journal FILE it could go on"
+    ) in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_what_no_path_can_make_is_answered_without_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare_change, "work_together", None)
+    options = ["--storage", f"disk={tmp_path}", "--change", "dp4-dp2"]
+    assert main(["compare", "--paths", "megatron", *options]) == EXIT_NOTHING_MEASURED
+    assert "dp4-dp2, megatron: cannot: Megatron-Core's refit moves weights" in capsys.readouterr().out
+    cluster, storages = ClusterConfig(nodes=1, ranks_per_node=4), find_storages([("disk", str(tmp_path))])
+    making = Making(scenario(), ("universal", "megatron"), storages, cluster, STAMP, 0.0)
+    copies = next(change for change in scenario().changes if change.destination is None)
+    told = compare_change.foreseen(making, copies)
+    assert told is not None and [cell["cannot"] for cell in told.saved] == [NO_TRAINING_STATE]
+    assert compare_change.foreseen(making, scenario().changes[0]) is None
+    assert compare_change.foreseen(replace(making, paths=("megatron", "dcp")), copies) is None
+
+
+def test_reasons_name_files_by_their_place_in_the_checkpoint(tmp_path: Path) -> None:
+    work = tmp_path / "relaymeter-compare-1-2-abc"
+    scratch = Path(tempfile.gettempdir()) / "relaymeter-ab12cd_x" / "tmp" / "f"
+    told = Told(
+        saved=[{"path": "dcp", "storage": "disk", "cannot": f"no {work}/dcp/.metadata"}],
+        converted={"disk": {"failed": f"[Errno 2] '{work}/universal/saved/mp_rank_00': {work}/universal is not whole"}},
+        loaded=[{"path": "universal", "storage": "disk", "phases": {"load": 1.0}}],
+        lost=f"cannot write {scratch}",
+    )  # fmt: skip
+    found = compare_change.without_folders(told, {"disk": work})
+    assert found.saved[0]["cannot"] == "no .metadata"
+    assert found.converted["disk"]["failed"] == "[Errno 2] 'saved/mp_rank_00': the checkpoint is not whole"
+    assert found.loaded == told.loaded and found.lost == "cannot write tmp/f"
+
+
+def test_copies_hold_the_persistent_buffers_too() -> None:
+    training = TrainingConfig(model="dense", dtype="bfloat16")
+    layout = replica_layout(training, None, ReplicaConfig(ranks=2, tensor_parallel=2), 2)
+    assert (layout.specs["scale"].dtype, layout.specs["seen"].dtype) == ("float32", "int64")
+    assert {spec.dtype for name, spec in layout.specs.items() if name not in ("scale", "seen")} == {"bfloat16"}
+    assert layout.placements["scale"].pieces_of(1).size == 1
+
+
+def test_a_missing_key_is_told_in_words() -> None:
+    def look_up() -> None:
+        {}["exp_avg"]
+
+    with pytest.raises(KeyError) as raised:
+        look_up()
+    assert say_error(raised.value) == "look_up looks for 'exp_avg', which is not there"
+
+
+CRASHED = """Traceback (most recent call last):
+  File "worker.py", line 1, in work
+    build()
+ValueError: width 7 % heads 2: no whole heads
+second line
+[W1130 noise.cpp:1] bye"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (
+            [(1, None, CRASHED), (7, None, "relaymeter: rank 0 was lost")],
+            "rank 0: ValueError: width 7 % heads 2: no whole heads",
+        ),
+        (
+            [(7, None, "relaymeter: rank 1 was lost"), (1, None, CRASHED)],
+            "rank 1: ValueError: width 7 % heads 2: no whole heads",
+        ),
+        ([(2, None, "relaymeter: no such model"), (2, None, "relaymeter: no such model")], "no such model"),
+        ([(7, None, "relaymeter: rank 1 was lost"), (None, 9, "")], "rank 1: killed by SIGKILL"),
+        ([(1, None, ""), (0, None, None)], "rank 0: exit code 1"),
+        ([(0, None, None), (0, None, None)], ""),
+    ],
+)
+def test_the_rank_that_failed_of_itself_is_quoted(
+    ends: list[tuple[int | None, int | None, str | None]], expected: str
+) -> None:
+    ranks = tuple(
+        RankEnd(rank=rank, pid=1, code=code, signal=number, ended_by_launcher=False, seconds=1.0, log=Path("log"))
+        for rank, (code, number, _) in enumerate(ends)
+    )
+    tails = {rank: tail for rank, (_, _, tail) in enumerate(ends) if tail is not None}
+    result = LaunchResult(
+        1, ranks, timed_out=False, interrupted=False, in_box=False, reason=None, seconds=1.0, tails=tails
+    )
+    assert first_error(result) == expected
+
+
+def test_what_the_ranks_said_stands_in_the_rows() -> None:
+    lost = compare_change.lost_text("train", 1, ["rank 0: ValueError: no whole heads"])
+    (row,) = made(Told(lost=lost), ("in-memory",))
+    assert row.failed == "the ranks that train ended with exit code 1: rank 0: ValueError: no whole heads"
+
+
+def test_more_ranks_than_a_machine_starts_are_refused_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "big.toml"
+    change = (
+        '[[changes]]\nname = "a"\nsource = { stage = 3, ranks = [0, 5000] }\ndestination = { stage = 3, ranks = 2 }\n'
+    )
+    path.write_text('kind = "compare"\n' + change)
+    assert main(["compare", "--scenario", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"scenario {path}, change a needs 5001 ranks, which one machine does not start: a box has 1..250" in said
 
 
 def test_a_journal_that_cannot_be_written_is_refused_before_any_work(

@@ -16,7 +16,7 @@ from relaymeter.harness import results
 from relaymeter.harness.commands_ranks import check_targets, write_all
 from relaymeter.harness.jobs import RunStamp
 from relaymeter.harness.plots import plot_rows
-from relaymeter.harness.results import keep_results
+from relaymeter.harness.results import command_line, keep_results, named_files
 
 STAMP = RunStamp(utc="2026-01-02T03:04:05Z", launch_id="1", machine_id="abc", commit="1234", mismatch=(), shaped=False)
 
@@ -77,9 +77,50 @@ def test_results_are_kept_whole_with_what_else_is_written_there(
     assert folder == tmp_path / "kept" / "abc" / "20260102T030405Z_1234_run-smoke"
     assert {path.name for path in folder.iterdir()} == {"rows.jsonl", "how.txt", "more"}
     assert "\\udce9.json" in (folder / "how.txt").read_text(encoding="utf-8")
-    with pytest.raises(InputError, match="run-smoke exists"):
-        keep_results(tmp_path / "kept", [ROW], STAMP, "smoke", {})
-    assert list(folder.parent.iterdir()) == [folder]
+    names = [keep_results(tmp_path / "kept", [ROW], STAMP, "smoke", {}).name for _ in range(2)]  # of the same second
+    assert names == [f"{folder.name}-2", f"{folder.name}-3"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, *names]
+
+
+def test_files_that_a_command_names_are_kept_with_its_results(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("# mine\n")
+    files = named_files(scenario=str(tmp_path / "mine.toml"), suite=None, simulate="h100-2x8")
+    assert files == {"scenario.toml": "# mine\n"}
+    (tmp_path / "mine.toml").write_text("# changed meanwhile\n")
+    folder = keep_results(tmp_path / "kept", [ROW], STAMP, "mine", {}, files=files)
+    assert (folder / "scenario.toml").read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "start"),
+    [
+        ({}, "relaymeter"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1",
+             "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "secret"},
+            "torchrun --nnodes 1 --nproc-per-node 2 -m relaymeter",
+        ),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
+            "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m relaymeter",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2", "CROSS_SIZE": "2"},
+            "deepspeed --num_nodes 2 --num_gpus 2 --module relaymeter",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "env RANK=K WORLD_SIZE=4 python -m relaymeter"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"},
+            "srun --nodes 2 --ntasks 4 python -m relaymeter",
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "mpirun -n 4 --map-by ppr:2:node python -m relaymeter",
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_is_told_with_what_made_its_world(environment: dict[str, str], start: str) -> None:
+    assert command_line(["run", "--scenario", "a b.toml"], environment) == f"{start} run --scenario 'a b.toml'"
 
 
 @pytest.mark.parametrize("step", ["text", "more"])

@@ -117,6 +117,52 @@ def test_another_version_or_other_fields_are_refused(change: dict[str, object], 
         MoveRecord.from_dict(entry)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan_s": "3"}, 'plan_s = "3": expected a number'),
+        ({"measured_s": "3"}, 'measured_s = "3": expected a number or null'),
+        ({"ranks": 4.5}, "ranks = 4.5: expected a whole number of 64 bits"),
+        ({"ranks": True}, "ranks = true: expected a whole number of 64 bits"),
+        ({"ranks": 2**63}, "ranks = 9223372036854775808: expected a whole number of 64 bits"),
+        ({"ok": 1}, "ok = 1: expected true or false"),
+        ({"move": None}, "move = null: expected a text"),
+        ({"samples_s": "ab"}, 'samples_s = "ab": expected a list'),
+        ({"samples_s": [[0.5], [0.5, None]]}, "samples_s[1][1] = null: expected a number"),
+        ({"route_bytes": []}, "route_bytes = []: expected an object"),
+        ({"route_bytes": {"direct": "7"}}, 'route_bytes.direct = "7": expected a whole number of 64 bits'),
+        ({"profile_mismatch": [3]}, "profile_mismatch[0] = 3: expected a text"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_place(
+    change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(dump_lines([ROW]) + json.dumps({**ROW.to_dict(), **change}) + "\n")
+    with pytest.raises(InputError) as refused:
+        read_records(path)
+    assert str(refused.value) == f"records {path}, line 2: {message}"
+
+
+def test_whole_numbers_are_numbers_too() -> None:
+    found = MoveRecord.from_dict({**ROW.to_dict(), "plan_s": 3, "samples_s": [[1]]})
+    assert (found.plan_s, found.samples_s) == (3.0, ((1.0,),)) and isinstance(found.plan_s, float)
+
+
+@pytest.mark.parametrize("text", ["tp1\u2028two", "tp1\x85two", "tp1\u2029two"])
+def test_only_a_line_feed_ends_a_row(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    line = json.dumps({**ROW.to_dict(), "move": text}, ensure_ascii=False)
+    path.write_text(f"{line}\n{line}", encoding="utf-8")
+    assert [row.move for row in read_records(path)] == [text, text]
+    path.write_text(f"{line}\n\n{line}\n", encoding="utf-8")
+    with pytest.raises(InputError, match="line 2: Expecting value"):
+        read_records(path)
+    path.write_text("3\n", encoding="utf-8")
+    with pytest.raises(InputError, match="line 1: 3 is no row: expected an object"):
+        read_records(path)
+
+
 def test_a_file_is_not_replaced_without_force_and_leaves_no_litter(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     write_text(path, "one")

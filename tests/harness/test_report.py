@@ -131,6 +131,18 @@ def test_a_reader_who_knows_none_of_its_words_has_a_legend_and_the_facts() -> No
     assert "Resharding" not in text_of(COMPARE, OFFLOAD).splitlines()[0]
 
 
+def test_a_path_that_moves_weights_alone_stands_in_no_ratio_to_what_moves_all() -> None:
+    refit = replace(
+        COMPARE, path="megatron", build_s=0.5, plan_s=0.02, move_s=0.01, refresh_s=None, pause_s=0.01, transfer_s=0.01,
+        total_s=0.53, digest_passed=30, digest_total=30, note="weights alone",
+    )  # fmt: skip
+    text = text_of(COMPARE, refit)
+    assert line(text, "megatron[^1]")[1:] == ["10 ms", "10 ms", "530 ms", "30/30"]
+    assert "10 ms by megatron (weights alone: no ratio)" in text
+    copies = text_of(*(replace(row, destination="tp2 x 2 copies") for row in (COMPARE, refit)))
+    assert line(copies, "megatron[^1]")[1] == "10 ms, 0.05x"
+
+
 def test_the_summary_names_the_storage_of_its_ratios_and_the_range_over_all() -> None:
     cold = replace(UNIVERSAL, cache="cold", pause_s=18.0, transfer_s=10.0)
     assert (
@@ -369,7 +381,11 @@ def test_rows_that_stand_in_two_files_count_once_and_reports_are_no_results(tmp_
         (lambda path: None, InputError, "does not exist: name a folder that --results kept"),
         (lambda path: path.mkdir(), NothingMeasured, "no rows in .*no rows.jsonl in it.*relaymeter run --results DIR"),
         (lambda path: path.write_text(""), NothingMeasured, "no rows in"),
-        (lambda path: path.write_text('{"kind": "size"}\n'), NothingMeasured, "rows of validate, whose report.md lies"),
+        (
+            lambda path: path.write_text('{"kind": "size"}\n'),
+            NothingMeasured,
+            "1 row of validate, whose report.md lies",
+        ),
         (lambda path: path.write_text('{"kind": "odd"}\n'), InputError, "line 1: record of kind 'odd'"),
         (lambda path: path.write_text("[1]\n"), InputError, "line 1"),
     ],

@@ -50,6 +50,9 @@ def test_a_row_says_its_kind_and_not_a_number_becomes_null() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        ({"fields": "lr"}, 'line 1: fields = "lr": expected a list'),
+        ({"total_s": "0.1"}, 'line 1: total_s = "0.1": expected a number or null'),
+        ({"kind": ["mystery"]}, "line 1: record of kind ['mystery']: this version reads compare,"),
         ({"kind": "mystery"}, "line 1: record of kind 'mystery': this version reads compare, offload, training-state"),
         ({"schema_version": 9}, "line 1: record of schema_version 9: this version reads 1"),
         ({"extra": 1}, "line 1: record does not have the expected fields: extra differ"),
@@ -63,6 +66,13 @@ def test_a_row_that_cannot_be_read_is_refused_with_its_line(
     with pytest.raises(InputError) as refused:
         read_rows(path)
     assert expected in str(refused.value)
+
+
+def test_offloads_are_read_as_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({**OFFLOAD.to_dict(), "pinned": 1}) + "\n")
+    with pytest.raises(InputError, match="line 1: pinned = 1: expected true or false or null"):
+        read_rows(path)
 
 
 def test_a_reader_of_moves_of_weights_says_who_reads_the_other_kinds(tmp_path: Path) -> None:

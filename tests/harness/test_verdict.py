@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +79,8 @@ def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         args = argparse.Namespace(json=str(tmp_path / "rows.jsonl"), plot=tmp_path / "run.png", results=tmp_path,
                                   force=True, suite=None)  # fmt: skip
         stamp = RunStamp(utc=ROW.utc, launch_id=ROW.launch_id, machine_id=ROW.machine_id, commit=None)
-        code = commands_run._report(args, [row], ended, None, load_scenario("smoke"), stamp, out)
+        asked: Any = SimpleNamespace(scenario=load_scenario("smoke"), files={})
+        code = commands_run._report(args, [row], ended, None, asked, stamp, out)
         printed = capsys.readouterr()
         return code, printed.out.splitlines(), printed.err.splitlines()
 

@@ -23,12 +23,13 @@ from relaymeter.harness.options_plan import add_plan
 from relaymeter.harness.options_report import add_report
 from relaymeter.harness.options_run import add_run
 from relaymeter.harness.options_soak import add_soak
+from relaymeter.harness.options_track import add_track
 from relaymeter.harness.options_validate import add_validate
 
 __all__ = ["build_parser", "main"]
 
 #: The commands, in the order of ``--help``.
-_COMMANDS = (add_calibrate, add_choose, add_compare, add_plan, add_report, add_run, add_soak, add_validate)
+_COMMANDS = (add_calibrate, add_choose, add_compare, add_plan, add_report, add_run, add_soak, add_track, add_validate)
 _EXIT_CODES = """exit codes: 0 ok; 2 bad usage, config or input; 3 a gate missed; 4 cannot decide; 5 nothing measured;
 6 wrong bits; 7 a rank was lost; 124 time limit; 130 interrupted; 1 a crash"""
 

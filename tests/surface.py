@@ -18,6 +18,15 @@ SURFACE = {
     } | PRICING | RANKS | OUTPUT,
     "report": {"results", "--out"} | OUTPUT,
     "soak": {"--seconds", "--bytes", "--message", "--executor", "--fault"} | RANKS | OUTPUT,
+    "track": {"action"},
     "validate": {"--profile", "--simulate", "--quick", "--results"} | RANKS | OUTPUT,
 }  # fmt: skip
+#: The commands of ``track``.
+TRACK = {
+    "run": {"--suite", "--history", "--launches", "--case", "--time-limit"} | OUTPUT,
+    "check": {"--against", "--ab", "--suite", "--launches", "--history", "--allow-mismatch", "--warn-only"}
+    | {"--junit", "--github", "--markdown", "--action-benchmark", "--hud", "--otava"} | OUTPUT,
+    "show": {"--history", "--out", "--force"},
+}  # fmt: skip
+TRACK_HIDDEN = {"run": {"--fault"}, "check": {"--fault"}}
 HIDDEN = {"compare": {"--fault"}, "run": {"--fault"}, "validate": {"--fault"}}

@@ -1,0 +1,245 @@
+"""Change points of a history: at which commit a timed metric moved, and by how much. No torch import.
+
+``change_points(launches)`` gives them by case and metric; ``commit_groups(launches)`` the commits themselves. Pure.
+
+A series is one metric's launches, commit by commit. It is cut where that lowers the squared distance of the launches'
+logarithms from their segment's mean by more than a cut costs (optimal partitioning, Jackson et al. 2005, exact by
+dynamic programming over the commits). Then the weakest cut is taken back, and its segments joined, until every cut left
+is a change by itself: 5 launches or more on both sides, a ratio beyond ``at_least``, its interval on one side of 1, and
+p below ``CHANGE_LEVEL`` after correction for all places and rows where one was looked for. Commits that scatter by more
+than their launches explain are held against that scatter, see ``evidence``.
+
+Otava (E-divisive) tests its cuts by permutations of single points; ``ruptures`` (PyPI) finds cuts, with no test, in
+points of equal weight. Here a point is a commit with some launches, the variance is known from within the commits, and
+a result must repeat: thirty lines on NumPy do it, so that neither is a dependency.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from relaymeter.harness.track.evidence import MIN_LAUNCHES, Finding, Pair, Spread, finding, noise, spread_of, t_test
+from relaymeter.harness.track.records import LaunchRecord, metric_of
+
+__all__ = [
+    "CHANGE_LEVEL",
+    "Change",
+    "CommitGroup",
+    "Segments",
+    "Series",
+    "change_points",
+    "commit_groups",
+    "commit_key",
+    "cut",
+    "series_of",
+    "short_name",
+]
+
+#: Below this corrected two-sided p a cut is a change.
+CHANGE_LEVEL = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitGroup:
+    """The launches of one commit; those of a changed checkout stand apart from those of the commit itself."""
+
+    label: str
+    """Short name for people: ``1a2b3c4d5``, ``1a2b3c4d5-dirty``; the version outside a checkout."""
+    commit: str | None
+    dirty: bool
+    launches: tuple[LaunchRecord, ...]
+    """In the order of the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change of one timed metric."""
+
+    case: str
+    metric: str
+    """Name of a ``records.Metric``."""
+    index: int
+    """Which of ``commit_groups(launches)`` is the first after the change, from 0."""
+    commit: str | None
+    """Full revision of that group."""
+    label: str
+    """Short name of that group."""
+    before: float
+    """Median of the launches' medians between the change before this one and this one, in the metric's unit."""
+    after: float
+    """The same from this change to the next."""
+    ratio: float
+    """Above 1 is worse, whichever way the metric counts."""
+    p_value: float
+    """Of the launches on both sides, corrected for the number of places where a change was looked for."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One timed metric of one case: the medians of its launches, commit by commit."""
+
+    case: str
+    metric: str
+    indexes: tuple[int, ...]
+    """Of the commits that have it, among all groups."""
+    groups: tuple[tuple[float, ...], ...]
+    """Per such commit the launches' medians, above 0."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether the metric is a rate."""
+        return metric_of(self.metric).better == "higher"
+
+    def launches(self, first: int, end: int) -> tuple[float, ...]:
+        """The launches of the commits at ``first`` up to ``end``, positions in ``groups``."""
+        return tuple(value for group in self.groups[first:end] for value in group)
+
+    def pair(self, first: int, cut: int, end: int) -> Pair:
+        """The launches on both sides of ``cut``."""
+        return Pair(self.launches(first, cut), self.launches(cut, end), self.higher_is_better)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A series and where it changed."""
+
+    series: Series
+    spread: Spread
+    cuts: tuple[int, ...]
+    """Positions in ``series.groups`` of the first commit after each change."""
+    findings: tuple[Finding, ...]
+    """Of each cut."""
+
+    def bounds(self, at: int) -> tuple[int, int, int]:
+        """Where the segment before cut number ``at`` begins, the cut, and where the segment after it ends."""
+        ends = (0, *self.cuts, len(self.series.groups))
+        return ends[at], ends[at + 1], ends[at + 2]
+
+
+def short_name(commit: str | None, dirty: bool, version: str) -> str:
+    """What people read of a commit: ``1a2b3c4d5``, ``1a2b3c4d5-dirty``; the version outside a checkout."""
+    return (commit[:9] if commit else f"version {version}") + ("-dirty" if dirty else "")
+
+
+def commit_key(launch: LaunchRecord) -> tuple[str | None, bool, str]:
+    """What the launches of one commit share: the revision, whether files differed from it; outside a checkout the
+    version."""
+    return launch.commit, launch.dirty, "" if launch.commit else launch.version
+
+
+def commit_groups(launches: Sequence[LaunchRecord]) -> list[CommitGroup]:
+    """The launches by commit, in the order in which each commit first occurs."""
+    found: dict[tuple[str | None, bool, str], list[LaunchRecord]] = {}
+    for launch in launches:
+        found.setdefault(commit_key(launch), []).append(launch)
+    return [
+        CommitGroup(label=short_name(commit, dirty, version), commit=commit, dirty=dirty, launches=tuple(group))
+        for (commit, dirty, version), group in found.items()
+    ]
+
+
+def series_of(groups: Mapping[int, Sequence[LaunchRecord]]) -> list[Series]:
+    """Every timed metric of every case in launches by index of their commit. Launches in which bits were wrong, or a
+    median that is not above 0, are left out."""
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for index, launches in groups.items():
+        for launch in launches:
+            for case in launch.cases:
+                for metric in case.samples if case.ok else ():
+                    value = case.median(metric)
+                    if value is not None and value > 0:
+                        found.setdefault((case.name, metric), {}).setdefault(index, []).append(value)
+    return [
+        Series(case, metric, tuple(commits), tuple(tuple(values) for values in commits.values()))
+        for (case, metric), commits in found.items()
+    ]
+
+
+def cut(series: Sequence[Series], *, at_least: float) -> list[Segments]:
+    """Where each series changed. The rows of one suite go in together: the correction is for all of them."""
+    spreads = [spread_of(one.groups, ordered=True) for one in series]
+    places = sum(len(one.groups) - 1 for one in series)
+    found = []
+    for one, spread, (variance, freedom) in zip(series, spreads, noise(spreads), strict=True):
+        cuts = _partition(one.groups, variance) if freedom else []
+        while True:
+            ends = [0, *cuts, len(one.groups)]
+            pairs = [one.pair(*bounds) for bounds in zip(ends, ends[1:], ends[2:], strict=False)]
+            alone = [t_test(pair, variance, freedom) for pair in pairs]
+            findings = [finding(pair, p, min(1.0, p * places)) for pair, p in zip(pairs, alone, strict=True)]
+            weak = [at for at, pair in enumerate(pairs) if not _holds(pair, findings[at], at_least)]
+            if not weak:
+                break
+            del cuts[max(weak, key=lambda at: alone[at])]
+        found.append(Segments(one, spread, tuple(cuts), tuple(findings)))
+    return found
+
+
+def _holds(pair: Pair, found: Finding, at_least: float) -> bool:
+    if min(len(pair.before), len(pair.after)) < MIN_LAUNCHES or found.p_value >= CHANGE_LEVEL:
+        return False
+    return found.beyond(at_least)
+
+
+def _partition(groups: Sequence[Sequence[float]], variance: float) -> list[int]:
+    """Cuts that minimise squared distances over ``variance`` plus a cost for each cut."""
+    logs = [np.log(group) for group in groups]
+    counts = np.cumsum([0, *(len(group) for group in logs)])
+    # why: sums about the overall mean, so that squares do not cancel
+    centre = float(np.concatenate(logs).mean())
+    sums = np.cumsum([0.0, *(float((group - centre).sum()) for group in logs)])
+    # why: a change is paid for with its size and its place; too low a cost only leaves more cuts to be tested
+    cost = 2 * math.log(counts[-1]) * variance
+    best, last = np.zeros(len(logs) + 1), np.zeros(len(logs) + 1, dtype=np.int64)
+    best[0] = -cost
+    for end in range(1, len(logs) + 1):
+        # why: the sum of squares is the same for every partition, so that only what means explain counts
+        totals = best[:end] + cost - (sums[end] - sums[:end]) ** 2 / (counts[end] - counts[:end])
+        last[end] = int(np.argmin(totals))
+        best[end] = totals[last[end]]
+    cuts, end = [], int(last[-1])
+    while end:
+        cuts.append(end)
+        end = int(last[end])
+    return cuts[::-1]
+
+
+def change_points(launches: Sequence[LaunchRecord], *, at_least: float = 1.05) -> list[Change]:
+    """Every change in a history, by case, metric and commit.
+
+    Launches of different machines, configurations or suites are held apart. Those of a changed checkout (dirty) are
+    left out: nothing tells whether two of them are the same. ``Change.index`` counts ``commit_groups(launches)``.
+    """
+    groups = commit_groups(launches)
+    settings: dict[tuple[str, str, str], dict[int, list[LaunchRecord]]] = {}
+    for index, group in enumerate(groups):
+        for launch in () if group.dirty else group.launches:
+            key = (launch.machine_id, launch.config_hash, launch.suite)
+            settings.setdefault(key, {}).setdefault(index, []).append(launch)
+    changes = []
+    for kept in settings.values():
+        for segments in cut(series_of(kept), at_least=at_least):
+            changes += [_change(segments, at, groups) for at in range(len(segments.cuts))]
+    return sorted(changes, key=lambda change: (change.case, change.metric, change.index))
+
+
+def _change(segments: Segments, at: int, groups: Sequence[CommitGroup]) -> Change:
+    series = segments.series
+    first, place, end = segments.bounds(at)
+    index = series.indexes[place]
+    return Change(
+        case=series.case,
+        metric=series.metric,
+        index=index,
+        commit=groups[index].commit,
+        label=groups[index].label,
+        before=statistics.median(series.launches(first, place)),
+        after=statistics.median(series.launches(place, end)),
+        ratio=segments.findings[at].ratio,
+        p_value=segments.findings[at].p_value,
+    )

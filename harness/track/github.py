@@ -1,0 +1,82 @@
+"""A check in a run of GitHub Actions: ``step_summary(check)`` and ``annotations(check)``. Pure.
+
+The summary is Markdown for the file that ``$GITHUB_STEP_SUMMARY`` names; GitHub drops one of more than 1 MiB whole.
+Annotations are workflow commands, printed a line each; GitHub keeps 10 of a step.
+"""
+
+# why: no "from __future__ import annotations" here, it would take the name of a function below.
+from relaymeter.harness.track.markdown import fitting, table, top
+from relaymeter.harness.track.row_texts import NOT_OK, shortened, stamps, visible
+from relaymeter.harness.track.verdicts import Check, Row, Verdict
+from relaymeter.units import counted
+
+__all__ = ["LARGEST_SUMMARY_BYTES", "MOST_ANNOTATIONS", "annotations", "step_summary"]
+
+#: The summary stays below this: 900 KiB.
+LARGEST_SUMMARY_BYTES = 900 * 1024
+MOST_ANNOTATIONS = 10
+#: Kept for what stands around the rows.
+_RESERVE_BYTES = 4096
+#: Rows that are shown without a click.
+_OPEN = 50
+_LONGEST_MESSAGE = 1000
+_LEVELS: dict[Verdict, str] = {
+    "wrong bits": "error",
+    "regression": "error",
+    "no baseline": "warning",
+    "inconclusive": "warning",
+}
+
+
+def step_summary(check: Check) -> str:
+    """Markdown of less than 900 KiB in UTF-8, whatever the number of rows: the worst first, the rest folded, and how
+    many were left out."""
+    rows = check.worst_first()
+    parts = top(check)
+    room = LARGEST_SUMMARY_BYTES - _RESERVE_BYTES - sum(_size(part) + 2 for part in parts)
+    shown = fitting(rows, room, _size)
+    opened = min(len(shown), max(_OPEN, sum(row.verdict in NOT_OK for row in rows[: 2 * _OPEN])))
+    if opened:
+        parts.append(table(shown[:opened]))
+    if shown[opened:]:
+        title = f"{counted(len(shown) - opened, 'more row')}"
+        parts.append(f"<details><summary>{title}</summary>\n\n{table(shown[opened:])}\n\n</details>")
+    if len(shown) < len(rows):
+        left = len(rows) - len(shown)
+        parts.append(f"{counted(left, 'row')} left out, none worse than those above: a summary holds 1 MiB.")
+    return "\n\n".join(parts) + "\n"
+
+
+def annotations(check: Check) -> list[str]:
+    """At most ten workflow commands such as ``::error title=...::message``: the worst rows that are not ok, and where
+    there are more, a last one that says how many."""
+    bad = [row for row in check.worst_first() if row.verdict in NOT_OK]
+    if not check.rows:
+        return [_command("warning", "nothing was compared", "the check had no rows: this is no pass")]
+    most = MOST_ANNOTATIONS if len(bad) <= MOST_ANNOTATIONS else MOST_ANNOTATIONS - 1
+    found = [_annotation(check, row) for row in bad[:most]]
+    left = bad[most:]
+    if left:
+        counts = {verdict: sum(row.verdict == verdict for row in left) for verdict in NOT_OK}
+        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        found.append(_command(_LEVELS[left[0].verdict], f"{len(left)} more", f"{told}: see the step summary"))
+    return found
+
+
+def _annotation(check: Check, row: Row) -> str:
+    title = f"{row.verdict}: {visible(row.case)} {row.metric}"
+    return _command(_LEVELS[row.verdict], title, "\n".join([visible(row.text), *stamps(check)]))
+
+
+def _command(level: str, title: str, message: str) -> str:
+    """A workflow command. Its own signs are escaped as GitHub's toolkit does it: % CR LF, in a property : and , too."""
+    name = _data(shortened(title, _LONGEST_MESSAGE)).replace(":", "%3A").replace(",", "%2C")
+    return f"::{level} title={name}::{_data(shortened(message, _LONGEST_MESSAGE))}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _size(text: str) -> int:
+    return len(text.encode("utf-8", "backslashreplace"))

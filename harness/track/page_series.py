@@ -1,0 +1,193 @@
+"""What the page of a history draws: its launches by setting, commit, case and metric. Pure.
+
+``settings_of(launches, changes)`` gives one ``Setting`` for each machine, configuration and suite, the newest first:
+times of different ones are never in one plot.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from relaymeter.harness.track.changes import Change, CommitGroup, commit_groups
+from relaymeter.harness.track.records import CaseRecord, LaunchRecord
+
+__all__ = ["CaseView", "ExactView", "MetricView", "Setting", "Spot", "settings_of"]
+
+Exact = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One metric at one commit."""
+
+    label: str
+    date: str
+    """Day of the commit, or of its first launch."""
+    dirty: bool
+    values: tuple[float, ...]
+    """Medians of the launches in which every bit arrived, in the metric's unit; may be empty."""
+    wrong: int
+    """Launches with wrong bits."""
+
+    @property
+    def median(self) -> float | None:
+        """Of the launches' medians."""
+        return statistics.median(self.values) if self.values else None
+
+
+@dataclass(frozen=True)
+class MetricView:
+    """One timed metric of one case over the commits, in order."""
+
+    metric: str
+    spots: tuple[Spot, ...]
+    changes: tuple[tuple[int, Change], ...]
+    """With the index in ``spots`` of the first commit after the change."""
+
+
+@dataclass(frozen=True)
+class ExactView:
+    """One exact metric of one case: its value now, and every commit at which it became another one."""
+
+    metric: str
+    now: Exact
+    """More than one where launches of a commit differ."""
+    changes: tuple[tuple[Spot, Exact, Exact], ...]
+
+
+@dataclass(frozen=True)
+class CaseView:
+    """One case."""
+
+    name: str
+    metrics: tuple[MetricView, ...]
+    exact: tuple[ExactView, ...]
+    wrong: int
+    """Launches with wrong bits."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The launches of one suite on one machine in one configuration."""
+
+    suite: str
+    machine_id: str
+    config_hash: str
+    commits: tuple[Spot, ...]
+    launches: int
+    last: LaunchRecord
+    cases: tuple[CaseView, ...]
+    left_out: int
+    """Older commits that are not shown."""
+
+
+def settings_of(launches: Sequence[LaunchRecord], changes: Sequence[Change], *, most_spots: int) -> list[Setting]:
+    """The settings in ``launches``, the newest first.
+
+    ``changes``: what ``change_points(launches)`` found in the same launches. ``most_spots``: of all commits of all
+    metrics of a setting, so many are kept, the newest.
+    """
+    groups = commit_groups(launches)
+    keys = dict.fromkeys(_key(launch) for launch in reversed(launches))
+    parts = {key: [(index, _only(group, key)) for index, group in enumerate(groups)] for key in keys}
+    parts = {key: [(index, group) for index, group in part if group.launches] for key, part in parts.items()}
+    owned: dict[tuple[str, str, str], list[Change]] = {key: [] for key in keys}
+    for change in changes:
+        owner = min(parts, key=lambda key: _distance(parts[key], change))
+        if _distance(parts[owner], change) < math.inf:
+            owned[owner].append(change)
+    return [_setting(parts[key], owned[key], most_spots) for key in keys]
+
+
+def _key(launch: LaunchRecord) -> tuple[str, str, str]:
+    return launch.suite, launch.machine_id, launch.config_hash
+
+
+def _only(group: CommitGroup, key: tuple[str, str, str]) -> CommitGroup:
+    kept = tuple(launch for launch in group.launches if _key(launch) == key)
+    return CommitGroup(label=group.label, commit=group.commit, dirty=group.dirty, launches=kept)
+
+
+def _distance(part: Sequence[tuple[int, CommitGroup]], change: Change) -> float:
+    """How far the values of a setting are from those that a change speaks of: a change names a commit, which may have
+    been measured in several settings."""
+    if not part or part[0][0] >= change.index:
+        return math.inf
+    for index, group in part:
+        if index == change.index:
+            values = _medians(group.launches, change.case, change.metric)
+            return abs(math.log(statistics.median(values) / change.after)) if values else math.inf
+    return math.inf
+
+
+def _medians(launches: Iterable[LaunchRecord], case: str, metric: str) -> tuple[float, ...]:
+    found = (one.median(metric) for launch in launches for one in launch.cases if one.name == case and one.ok)
+    return tuple(value for value in found if value is not None and value > 0)
+
+
+def _setting(part: Sequence[tuple[int, CommitGroup]], changes: Sequence[Change], most_spots: int) -> Setting:
+    every = [launch for _, group in part for launch in group.launches]
+    last = every[-1]
+    names = dict.fromkeys(case.name for launch in reversed(every) for case in launch.cases)
+    metrics = {name: _timed(every, name) for name in names}
+    plots = sum(map(len, metrics.values()))
+    kept = part[-max(20, most_spots // max(1, plots)) :]
+    return Setting(
+        suite=last.suite,
+        machine_id=last.machine_id,
+        config_hash=last.config_hash,
+        commits=tuple(_spot(group, (), 0) for _, group in kept),
+        launches=len(every),
+        last=last,
+        cases=tuple(_case(name, metrics[name], kept, changes) for name in names),
+        left_out=len(part) - len(kept),
+    )
+
+
+def _timed(launches: Iterable[LaunchRecord], name: str) -> tuple[str, ...]:
+    """Timed metrics of a case, the whole move first."""
+    found = dict.fromkeys(metric for case in _cases(launches, name) for metric in case.samples)
+    return tuple(sorted(found, key=lambda metric: metric != "move_s"))
+
+
+def _cases(launches: Iterable[LaunchRecord], name: str) -> Iterable[CaseRecord]:
+    return (case for launch in launches for case in launch.cases if case.name == name)
+
+
+def _case(
+    name: str, metrics: Sequence[str], part: Sequence[tuple[int, CommitGroup]], changes: Sequence[Change]
+) -> CaseView:
+    groups = [(index, group, list(_cases(group.launches, name))) for index, group in part]
+    groups = [(index, group, cases) for index, group, cases in groups if cases]
+    wrong = [sum(not case.ok for case in cases) for _, _, cases in groups]
+    views = []
+    for metric in metrics:
+        spots = tuple(
+            _spot(group, _medians(group.launches, name, metric), count)
+            for (_, group, _), count in zip(groups, wrong, strict=True)
+        )
+        own = {change.index: change for change in changes if (change.case, change.metric) == (name, metric)}
+        at = [(place, own[index]) for place, (index, _, _) in enumerate(groups) if index in own]
+        if any(spot.values for spot in spots):
+            views.append(MetricView(metric, spots, tuple(at)))
+    exact = dict.fromkeys(metric for _, _, cases in groups for case in cases for metric in case.exact)
+    return CaseView(name, tuple(views), tuple(_exact(metric, groups) for metric in exact), sum(wrong))
+
+
+def _exact(metric: str, groups: Sequence[tuple[int, CommitGroup, list[CaseRecord]]]) -> ExactView:
+    now: Exact = ()
+    changes = []
+    for _, group, cases in groups:
+        values: Exact = tuple(dict.fromkeys(case.exact[metric] for case in cases if metric in case.exact))
+        if values and now and set(values) != set(now):
+            changes.append((_spot(group, (), 0), now, values))
+        now = values or now
+    return ExactView(metric, now, tuple(changes))
+
+
+def _spot(group: CommitGroup, values: tuple[float, ...], wrong: int) -> Spot:
+    first = group.launches[0]
+    return Spot(group.label, (first.commit_utc or first.utc)[:10], group.dirty, values, wrong)

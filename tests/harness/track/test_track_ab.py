@@ -1,0 +1,227 @@
+"""The interleaved A/B: turns, sides, what is kept, what a failed or interrupted launch leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relaymeter.errors import InputError, Undecided
+from relaymeter.harness.track import ab
+from relaymeter.harness.track.ab import LaunchFailed, LaunchPairs, Side, launch_side, other_side, this_side, turns
+from relaymeter.harness.track.records import CaseRecord, LaunchRecord
+
+RECORD = LaunchRecord(
+    utc="2026-01-02T03:04:05Z", session_id="one", launch=1, machine_id="m", config_hash="c", suite="ci",
+    version="0.1.0", commit="a" * 40, commit_utc="2026-01-01T00:00:00Z", dirty=False,
+    cases=(CaseRecord(name="k", exact={"messages": 3}, samples={"move_s": (1.0,)}, digest_passed=1, digest_total=1),),
+)  # fmt: skip
+
+
+def _stub(folder: Path, main: str, *, version: str = "0.0.9", track: bool = True) -> Path:
+    """A checkout of a package of that name, which does ``main`` when it is run."""
+    package = folder / "src" / "relaymeter"
+    for name in ("", *(("harness", "harness/track") if track else ())):
+        (package / name).mkdir(parents=True, exist_ok=True)
+        (package / name / "__init__.py").write_text(f"__version__ = {version!r}\n", encoding="utf-8")
+    if track:
+        (package / "harness" / "options_track.py").write_text("", encoding="utf-8")
+    (package / "__main__.py").write_text(main, encoding="utf-8")
+    return folder
+
+
+def _says(folder: Path, text: str, *, code: int = 0, **options: object) -> Path:
+    main = f"import sys\nsys.stdout.write({text!r})\nprint('what went wrong', file=sys.stderr)\nsys.exit({code})\n"
+    return _stub(folder, main, **options)  # type: ignore[arg-type]
+
+
+def _side(label: str) -> Side:
+    return Side(label, sys.executable, None)
+
+
+def test_sides_take_turns_so_that_drift_falls_on_both() -> None:
+    assert "".join("AB"[which] for pair in range(4) for which in turns(pair)) == "ABBAABBA"
+
+
+def test_launches_are_numbered_by_side_kept_at_once_and_told_with_the_time_left(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept: list[LaunchRecord] = []
+    asked: list[tuple[str, Sequence[str]]] = []
+
+    def launch(side: Side, options: Sequence[str]) -> LaunchRecord:
+        assert len(kept) == len(asked)
+        asked.append((side.label, options))
+        return RECORD
+
+    suite = tmp_path / "s.toml"
+    pairs = LaunchPairs((_side("base"), _side("this")), suite, keep=kept.append, fault="slow=0.25", launch=launch)
+    pairs.take(2)
+    pairs.take(3)
+    assert [label for label, _ in asked] == ["base", "this", "this", "base", "base", "this"]
+    assert asked[0][1] == ["--suite", str(suite)], "the base is launched with the caller's suite and no fault"
+    assert asked[1][1] == ["--suite", str(suite), "--fault", "slow=0.25"]
+    before, after = pairs.launches
+    assert [record.launch for record in before] == [record.launch for record in after] == [1, 2, 3]
+    assert {record.session_id for record in before}.isdisjoint(record.session_id for record in after)
+    assert sorted(map(id, kept)) == sorted(map(id, [*before, *after]))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[3].startswith("launch 4 of 4 (before: base) ")
+    assert lines[3].endswith("about 0 s left")
+    assert lines[5].startswith("launch 6 of 6 (after: this) ")
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path) -> None:
+    kept: list[LaunchRecord] = []
+
+    def launch(_: Side, __: Sequence[str]) -> LaunchRecord:
+        if len(kept) == 3:
+            raise KeyboardInterrupt
+        return RECORD
+
+    pairs = LaunchPairs((_side("base"), _side("this")), tmp_path / "s.toml", keep=kept.append, launch=launch)
+    with pytest.raises(KeyboardInterrupt):
+        pairs.take(5)
+    assert [record.launch for record in kept] == [1, 1, 2]
+
+
+def test_this_side_is_the_code_that_runs() -> None:
+    side = this_side()
+    assert side.python == sys.executable
+    assert side.path is not None
+    assert (Path(side.path) / "relaymeter" / "harness" / "track" / "ab.py").is_file()
+
+
+def test_a_side_s_own_code_is_launched_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    main = (
+        "import json, os, sys\n"
+        f"record = json.loads({json.dumps(RECORD.to_dict())!r})\n"
+        "seen = [sys.argv[1:], os.getcwd(), os.listdir(), os.environ['PYTHONPATH']]\n"
+        "json.dump(seen, open(os.environ['SEEN'], 'w'))\n"
+        "print(json.dumps(record))\n"
+    )
+    side = other_side(str(_stub(tmp_path / "base", main)))
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
+    assert launch_side(side, ["--suite", "/s.toml"]) == RECORD
+    arguments, folder, files, path = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
+    assert arguments[:6] == ["track", "run", "--suite", "/s.toml", "--launches", "1"]
+    assert arguments[-2:] == ["--json", "-"]
+    assert (files, path) == (["log"], str(tmp_path / "base" / "src"))
+    assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("code", [0, 6])
+def test_wrong_bits_of_a_launch_are_a_record_like_any_other(code: int, tmp_path: Path) -> None:
+    text = json.dumps(RECORD.to_dict())
+    assert launch_side(other_side(str(_says(tmp_path, text, code=code))), []) == RECORD
+
+
+@pytest.mark.parametrize(("code", "text", "exit_code"), [(7, "", 7), (124, "{}", 124), (0, "", 1), (2, "", 2)])
+def test_a_launch_that_fails_ends_the_comparison_with_its_exit_code_and_words(
+    code: int, text: str, exit_code: int, tmp_path: Path
+) -> None:
+    side = other_side(str(_says(tmp_path, text, code=code)))
+    with pytest.raises(LaunchFailed) as failed:
+        launch_side(side, [])
+    assert failed.value.exit_code == exit_code
+    assert f"a launch of {tmp_path} ended with exit code {code} and gave no record:\n  what went wrong" in str(
+        failed.value
+    )
+
+
+def test_a_base_that_writes_another_schema_cannot_be_compared(tmp_path: Path) -> None:
+    other = replace(RECORD, schema_version=2).to_dict()
+    with pytest.raises(Undecided, match="writes launches of schema_version 2, this version reads 1"):
+        launch_side(other_side(str(_says(tmp_path, json.dumps(other)))), [])
+
+
+def test_a_base_from_before_track_is_refused_with_its_version(tmp_path: Path) -> None:
+    old = _says(tmp_path, "", version="0.0.1", track=False)
+    with pytest.raises(InputError, match=r"is relaymeter 0\.0\.1 from before track run existed: choose a base that"):
+        other_side(str(old))
+
+
+def test_what_is_no_side_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no src/relaymeter/__init__\.py: name a checkout"):
+        other_side(str(tmp_path))
+    with pytest.raises(InputError, match="is neither the folder of a checkout nor a python executable"):
+        other_side(str(tmp_path / "none"))
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho no python here >&2\nexit 3\n", encoding="utf-8")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    with pytest.raises(InputError, match="is no python that imports relaymeter: no python here"):
+        other_side(str(script))
+    script.write_text("#!/bin/sh\necho '[null, null, null]'\n", encoding="utf-8")
+    with pytest.raises(InputError, match="relaymeter is not installed there"):
+        other_side(str(script))
+
+
+def test_another_python_is_a_side_without_a_path_of_its_own() -> None:
+    side = other_side(sys.executable)
+    assert (side.python, side.path) == (sys.executable, None)
+
+
+WAITS = """import os, signal, sys, time
+def end(*_):
+    open(os.environ['SEEN'], 'a').write('ended\\n')
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+open(os.environ['SEEN'], 'w').write(f'{os.getpid()}\\n')
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_launch_ends_with_the_command_that_started_it(number: signal.Signals, tmp_path: Path) -> None:
+    base = _stub(tmp_path / "base", WAITS)
+    seen = tmp_path / "seen"
+    script = f"from relaymeter.harness.track.ab import *\nlaunch_side(other_side({str(base)!r}), [])\n"
+    command = subprocess.Popen(
+        [sys.executable, "-c", script], env={**os.environ, "SEEN": str(seen)}, cwd=tmp_path, stderr=subprocess.DEVNULL
+    )
+    try:
+        pid = _wait(lambda: seen.is_file() and seen.read_text(encoding="utf-8").endswith("\n") and seen.read_text())
+        command.send_signal(number)
+        command.wait(20)
+    finally:
+        command.kill()
+        command.wait()
+    assert command.returncode in (-number, 128 + number)
+    assert _wait(lambda: not Path(f"/proc/{int(pid.split()[0])}").exists())
+    told = number != signal.SIGKILL
+    assert ("ended" in seen.read_text(encoding="utf-8")) == told, (
+        "told to end, not killed, so that its ranks end in order"
+    )
+
+
+def _wait(until: object, limit_s: float = 20.0) -> str:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        found = until()  # type: ignore[operator]
+        if found:
+            return str(found)
+        time.sleep(0.02)
+    raise AssertionError("it did not happen in time")
+
+
+def test_a_launch_that_does_not_end_when_told_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ab, "_ENDING_S", 0.2)
+    stubborn = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('on', flush=True)\ntime.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"on\n"
+    ab._end(process)
+    process.stdout.close()
+    assert process.returncode == -signal.SIGKILL

@@ -1,0 +1,417 @@
+"""Verdicts: right direction, right wording, the right exit code, and no alarm that nothing stands behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from track_launches import case, commit_launches, launch, side
+
+from relaymeter.errors import InputError, NothingMeasured, Undecided
+from relaymeter.harness.track.judge import check_ab, check_history, level_of, next_launches
+from relaymeter.harness.track.records import LaunchRecord
+from relaymeter.harness.track.verdicts import Check, Row
+
+
+def ab(before: Sequence[LaunchRecord], after: Sequence[LaunchRecord]) -> Check:
+    return check_ab(before, after, labels=("base", "new"))
+
+
+def row(check: Check, metric: str = "move_s", name: str = "tp2") -> Row:
+    (found,) = [one for one in check.rows if (one.case, one.metric) == (name, metric)]
+    return found
+
+
+def exact(values: Mapping[str, int | str], count: int = 5, **options: int) -> list[LaunchRecord]:
+    return [launch(case(exact=values, samples={}, **options), commit="b", number=at + 1) for at in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "verdict", "ratio", "says"),
+    [
+        ("moved_bytes_per_s", 100, 120, "improvement", 100 / 120, "1.20x faster, 95 % "),
+        ("moved_bytes_per_s", 120, 100, "regression", 1.2, "1.20x slower, 95 % "),
+        ("move_s", 10, 12, "regression", 1.2, "1.20x slower, 95 % "),
+        ("move_s", 12, 10, "improvement", 10 / 12, "1.20x faster, 95 % "),
+        ("move_s", 100, 230, "regression", 2.3, "2.3x slower, +130%, 95 % "),
+        ("move_s", 230, 100, "improvement", 100 / 230, "2.3x faster, -57%, 95 % "),
+        ("moved_bytes_per_s", 230, 100, "regression", 2.3, "2.3x slower, -57%, 95 % "),
+        ("move_s", 10, 10, "ok", 1.0, "no change shown: 1.00x, 95 % "),
+        ("move_s", 10, 10.4, "ok", 1.04, "no change shown: 1.04x, 95 % "),
+    ],
+)
+def test_above_one_is_worse_whichever_way_the_metric_counts(
+    metric: str, before: float, after: float, verdict: str, ratio: float, says: str
+) -> None:
+    """Case B54: bandwidth 100 -> 120 is better, time 10 -> 12 worse; 100 -> 230 is 2.3x, +130%."""
+    found = row(ab(side(before, metric=metric), side(after, metric=metric)), metric)
+    assert (found.verdict, found.ratio) == (verdict, pytest.approx(ratio))
+    assert found.text.startswith(says)
+    assert found.text.endswith(", 5 launches")
+    assert (found.before, found.after) == (pytest.approx(before), pytest.approx(after))
+    assert found.ratio_low is not None and found.ratio_high is not None and found.ratio is not None
+    assert found.ratio_low <= found.ratio <= found.ratio_high
+
+
+def test_the_whole_wording_of_a_regression() -> None:
+    found = row(ab(side(0.01, 8), side(0.0134, 8)))
+    assert found.text == "1.34x slower, 95 % 1.32-1.36, 8 launches"
+
+
+def test_bandwidth_up_and_time_up_in_one_file_are_one_better_and_one_worse() -> None:
+    def both(rate: float, time: float) -> list[LaunchRecord]:
+        return [
+            launch(case(samples={"moved_bytes_per_s": [rate * f], "move_s": [time * f]}), number=at)
+            for at, f in enumerate((1.0, 0.99, 1.01, 1.0, 1.0), start=1)
+        ]
+
+    check = ab(both(100, 10), both(120, 12))
+    assert row(check, "moved_bytes_per_s").verdict == "improvement"
+    assert row(check).verdict == "regression"
+    assert check.exit_code(warn_only=False) == 3
+    assert check.exit_code(warn_only=True) == 0
+
+
+def test_ten_unchanged_runs_with_twenty_percent_noise_raise_no_alarm() -> None:
+    """Case B54. With five launches such noise cannot exclude a slow-down of a quarter, which is said, not passed."""
+    rng = np.random.default_rng(54)
+    for _ in range(10):
+        sides = [
+            [launch(case(samples={"move_s": [float(np.exp(rng.normal() * 0.2))]}), number=at + 1) for at in range(5)]
+            for _ in range(2)
+        ]
+        found = row(ab(*sides))
+        assert found.verdict in ("ok", "inconclusive")
+        if found.verdict == "inconclusive":
+            assert "is not excluded" in found.text
+            assert "take more (--launches 8)" in found.text
+
+
+def test_sizes_are_judged_each_and_a_base_of_zero_is_held_to_no_limit() -> None:
+    """Case B54: 8 B at 0 GB/s beside 1 GiB at 90."""
+
+    def sizes(small: float, large: float) -> list[LaunchRecord]:
+        return [
+            launch(
+                case("8 B", samples={"moved_bytes_per_s": [small]}),
+                case("1 GiB", samples={"moved_bytes_per_s": [large * f]}),
+                number=at,
+            )
+            for at, f in enumerate((1.0, 0.99, 1.01, 1.0, 1.0), start=1)
+        ]
+
+    check = ab(sizes(0.0, 90e9), sizes(0.0, 60e9))
+    small, large = (row(check, "moved_bytes_per_s", name) for name in ("8 B", "1 GiB"))
+    assert (small.verdict, small.ratio, small.text) == ("ok", None, "the base is 0: not held to a limit")
+    assert (large.verdict, large.ratio) == ("regression", pytest.approx(1.5))
+    assert row(ab(sizes(0.0, 90e9), sizes(1e9, 90e9)), "moved_bytes_per_s", "8 B").verdict == "ok"
+    fell = row(ab(sizes(1e9, 90e9), sizes(0.0, 90e9)), "moved_bytes_per_s", "8 B")
+    assert (fell.verdict, fell.text) == ("inconclusive", "5 values of 0 on the new side: no ratio")
+
+
+def test_three_launches_never_decide_and_say_how_many_do() -> None:
+    check = ab(side(0.01, 3), side(0.1, 3))
+    found = row(check)
+    assert found.verdict == "inconclusive"
+    assert found.text.startswith("3 launches on a side can never decide, 5 are needed: 10x slower, +900% so far: ")
+    assert check.exit_code(warn_only=False) == 4
+    one = row(ab(side(0.01, 5), side(0.1, 1)))
+    assert one.text.startswith("1 launch on a side can never decide")
+
+
+def test_many_samples_in_few_launches_are_no_more_evidence() -> None:
+    pooled = [[launch(case(samples={"move_s": [v] * 1000}), number=at + 1) for at in range(3)] for v in (0.01, 0.02)]
+    assert row(ab(*pooled)).verdict == "inconclusive"
+
+
+def test_a_row_among_twenty_needs_more_than_a_row_alone() -> None:
+    """5.5 % more with 1.6 % of drift: beyond chance in one row, not in the worst of twenty that drift more."""
+    before, after = side(0.01), side(0.01 * 1.055)
+    assert row(ab(before, after)).verdict == "regression"
+
+    def wide(launches: list[LaunchRecord]) -> list[LaunchRecord]:
+        noisy = np.random.default_rng(7)
+        return [
+            replace(
+                one,
+                cases=(
+                    *one.cases,
+                    *(
+                        case(f"other {at}", samples={"move_s": [float(0.01 * np.exp(noisy.normal() * 0.04))]})
+                        for at in range(19)
+                    ),
+                ),
+            )
+            for one in launches
+        ]
+
+    found = row(ab(wide(before), wide(after)))
+    assert found.verdict in ("inconclusive", "ok")
+    assert (found.p_value or 0) > 0.02
+
+
+@pytest.mark.parametrize("metric", ["bytes_total", "bytes_cross_node", "messages", "segments", "rounds"])
+def test_more_of_an_exact_metric_is_a_regression_and_less_an_improvement(metric: str) -> None:
+    more = row(ab(exact({metric: 1000}), exact({metric: 1001})), metric)
+    less = row(ab(exact({metric: 1001}), exact({metric: 1000})), metric)
+    same = row(ab(exact({metric: 1000}), exact({metric: 1000})), metric)
+    assert (more.verdict, less.verdict, same.verdict) == ("regression", "improvement", "ok")
+    assert (more.before, more.after, more.ratio, more.p_value) == (1000, 1001, None, None)
+    unit = " B" if metric.startswith("bytes") else ""
+    assert more.text == f"1{unit} more, +0.1%"
+    assert less.text == f"1{unit} fewer, -0.0999%"
+    assert same.text == "equal, 5 launches"
+
+
+def test_exact_metrics_need_one_launch_and_may_come_from_none() -> None:
+    found = row(ab(exact({"messages": 0}, 1), exact({"messages": 4}, 1)), "messages")
+    assert (found.verdict, found.text) == ("regression", "4 more")
+
+
+def test_an_exact_metric_that_does_not_repeat_is_said() -> None:
+    def mixed(*values: int) -> list[LaunchRecord]:
+        return [exact({"messages": value}, 1)[0] for value in values]
+
+    assert row(ab(mixed(12, 12), mixed(12, 14)), "messages").verdict == "regression"
+    assert row(ab(mixed(12, 14), mixed(12, 12)), "messages").verdict == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (("aa", "aa"), ("bb", "bb"), "the digest differs: aa, bb"),
+        (("aa", "aa"), ("aa", "bb"), "the launches of the new side differ: aa, bb"),
+        (("aa", "bb"), ("aa", "aa"), "the launches of the base differ: aa, bb"),
+    ],
+)
+def test_digests_that_differ_are_wrong_bits(before: Sequence[str], after: Sequence[str], says: str) -> None:
+    check = ab(*([exact({"digest": value}, 1)[0] for value in values] for values in (before, after)))
+    assert (row(check, "digest").verdict, row(check, "digest").text) == ("wrong bits", says)
+    assert check.exit_code(warn_only=True) == 6
+
+
+@pytest.mark.parametrize(
+    ("passed", "total", "says"),
+    [(7, 8, "7 of 8 digests matched in 1 of 5 launches of"), (0, 0, "no digest was taken in 1 of 5 launches of")],
+)
+def test_a_case_whose_digests_failed_on_either_side_is_wrong_bits_once(passed: int, total: int, says: str) -> None:
+    good = side(0.01)
+    bad = [*good[:4], replace(good[4], cases=(case(passed=passed, total=total),))]
+    for check, where in ((ab(good, bad), "the new side"), (ab(bad, good), "the base")):
+        found = row(check, "digest")
+        assert (found.verdict, found.text) == ("wrong bits", f"{says} {where}")
+        assert check.exit_code(warn_only=True) == 6
+        assert row(check).verdict == "inconclusive"
+
+
+def test_what_only_one_side_has_is_said_and_fails_only_where_it_went_missing() -> None:
+    def named(name: str) -> list[LaunchRecord]:
+        return [replace(one, cases=(*one.cases, *(case(name),))) for one in side(0.01)]
+
+    missing = ab(named("gone"), side(0.01))
+    assert row(missing, name="gone").verdict == "inconclusive"
+    assert row(missing, name="gone").text == "missing on the new side"
+    assert missing.exit_code(warn_only=False) == 4
+    new = ab(side(0.01), named("fresh"))
+    assert row(new, name="fresh").verdict == "ok"
+    assert "new" in row(new, name="fresh").text
+    assert "fresh: move_s is new: there is nothing to hold it against" in new.notes
+    assert new.exit_code(warn_only=False) == 0
+
+
+def test_nothing_to_hold_against_is_no_pass() -> None:
+    check = ab([], side(0.01))
+    assert check.before is None
+    assert {one.verdict for one in check.rows} == {"no baseline"}
+    assert check.exit_code(warn_only=True) == 5
+    with pytest.raises(NothingMeasured):
+        ab(side(0.01), [])
+
+
+@pytest.mark.parametrize("field", ["machine_id", "config_hash", "suite"])
+def test_another_machine_configuration_or_suite_is_refused_unless_it_is_allowed(field: str) -> None:
+    before, after = side(0.01), [replace(one, **{field: "other-2"}) for one in side(0.01, commit="b")]
+    works = (
+        lambda **options: check_ab(before, after, labels=("base", "new"), **options),
+        lambda **options: check_history([*before, *after], against="aaaa", **options),
+    )
+    for work in works:
+        with pytest.raises(Undecided) as caught:
+            work()
+        text = str(caught.value)
+        assert caught.value.exit_code == 4
+        assert field in text and "other-2" in text and getattr(before[0], field) in text
+        assert "--allow-mismatch" in text
+        check = work(allow_mismatch=True)
+        assert check.mismatch == (field,)
+        assert check.exit_code(warn_only=False) == 0
+    if field != "suite":
+        with pytest.raises(Undecided, match=field):
+            check_history([*before, *after], against="history")
+
+
+def test_more_launches_are_asked_for_only_where_they_may_tell_something() -> None:
+    assert next_launches([], [], 5) == 5
+    assert next_launches(side(0.01, 3), side(0.01, 2), 5) == 3
+    assert next_launches(side(0.01), side(0.01), 5) == 0
+    assert next_launches(side(0.01), side(0.02), 5) == 0
+    assert next_launches(side(0.01, 3), side(0.02, 3), 3) == 0
+    steady = [0.0100, 0.0101, 0.0099, 0.01005, 0.00995]
+    unsettled = [0.0112, 0.0102, 0.0115, 0.0099, 0.0108, 0.0114, 0.0112, 0.0101, 0.0113, 0.0099, 0.0112, 0.0101]
+    before, after = (
+        [launch(case(samples={"move_s": [value]}), number=at) for at, value in enumerate(values, start=1)]
+        for values in (steady * 3, unsettled)
+    )
+    assert next_launches(before[:5], after[:5], 5) == 3
+    assert next_launches(before[:6], after[:6], 6) == 2
+    assert next_launches(before[:12], after[:12], 5) == 0
+    wrong = [replace(one, cases=tuple(replace(c, digest_passed=0) for c in one.cases)) for one in after[:5]]
+    assert next_launches(before[:5], wrong, 5) == 0
+
+
+def test_each_look_has_its_level_and_together_they_stay_below_four_percent_of_both_directions() -> None:
+    assert [level_of(count) for count in (5, 7, 8, 11, 12, 40)] == [0.02, 0.02, 0.005, 0.005, 0.01, 0.01]
+    assert sum(level_of(count) for count in (5, 8, 12)) <= 0.035
+
+
+def test_unchanged_launches_raise_few_alarms_and_ten_percent_is_mostly_caught() -> None:
+    """A small part of the benchmark: 20 rows at 3 % drift, 5 launches a side."""
+    from relaymeter.harness.bench_report import Figure
+    from relaymeter.harness.bench_track import track
+
+    figures, tables = track(lambda text: None, tiny=True)
+    assert all(isinstance(one, Figure) for one in figures)
+    shares = {one.name: one.value for one in figures}
+    assert shares["false alarms, 3% drift, 5 launches, 20 rows"] == 0
+    assert shares["+20% caught, 3% drift, 5 launches, 20 rows"] == 1
+    assert tables[0].row_count == 40
+
+
+def newest(bases: Sequence[float], **options: object) -> Check:
+    return check_history(commit_launches(bases), against="history", **options)  # type: ignore[arg-type]
+
+
+def test_a_jump_two_commits_ago_is_a_regression_at_that_commit_and_not_for_ever() -> None:
+    jumped = [0.01] * 6 + [0.012]
+    for ago in range(5):
+        check = newest([*jumped, *[0.012] * ago])
+        found = row(check)
+        assert found.verdict == "regression", ago
+        assert found.ratio == pytest.approx(1.2)
+        commits = {0: "", 1: " (1 commit ago)"}.get(ago, f" ({ago} commits ago)")
+        assert found.text.startswith(f"1.20x slower since 060606060{commits}, 95 % ")
+        assert found.text.endswith(f", 30 and {5 * (ago + 1)} launches")
+        assert check.exit_code(warn_only=False) == 3
+    check = newest([*jumped, *[0.012] * 5])
+    assert row(check).verdict == "ok"
+    assert check.exit_code(warn_only=False) == 0
+    assert "is 1.20x slower since 060606060 (5 commits ago)" in check.notes[0]
+
+
+def test_a_jump_that_came_back_is_an_improvement_over_it_and_a_note() -> None:
+    check = newest([0.01] * 6 + [0.012] * 2 + [0.01] * 2)
+    assert row(check).verdict == "improvement"
+    assert "since 080808080 (1 commit ago)" in row(check).text
+    assert "1.20x slower since 060606060" in check.notes[0]
+
+
+def test_a_steady_history_is_ok_and_its_newest_commit_is_held_against_all_before() -> None:
+    check = newest([0.01] * 8)
+    found = row(check)
+    assert (found.verdict, found.launches_before, found.launches_after) == ("ok", 35, 5)
+    assert check.before is not None
+    assert (check.before.label, check.before.launches, check.after.label) == ("the 7 commits before", 35, "070707070")
+
+
+def test_two_commits_are_a_history_already() -> None:
+    assert row(newest([0.01, 0.012])).verdict == "regression"
+    assert row(newest([0.01, 0.01])).verdict == "ok"
+
+
+def test_the_first_commit_of_a_history_has_no_baseline_and_an_empty_history_nothing() -> None:
+    check = newest([0.01])
+    assert check.before is None
+    assert {one.verdict for one in check.rows} == {"no baseline"}
+    assert check.exit_code(warn_only=True) == 5
+    assert "first commit of the history" in check.notes[0]
+    with pytest.raises(NothingMeasured, match="relaymeter track run"):
+        check_history([], against="history")
+
+
+def test_a_commit_is_named_by_any_prefix_and_an_unknown_one_says_what_is_held() -> None:
+    history = commit_launches([0.01, 0.01, 0.02, 0.02])
+    for against in ("01", "0101010", "01" * 20):
+        check = check_history(history, against=against)
+        assert check.before is not None
+        assert (check.before.label, check.before.commit) == ("010101010", "01" * 20)
+        assert (row(check).verdict, row(check).launches_before) == ("regression", 5)
+    check = check_history(history, against="feed")
+    assert check.exit_code(warn_only=True) == 5
+    assert "holds no launch of feed" in check.notes[0]
+    assert "010101010, 020202020" in check.notes[0]
+
+
+def test_an_ambiguous_prefix_and_the_newest_commit_itself_are_refused() -> None:
+    history = commit_launches([0.01, 0.01, 0.01])
+    with pytest.raises(InputError, match="begins 000000000, 010101010, 020202020: give more"):
+        check_history(history, against="0")
+    with pytest.raises(InputError, match="is the newest commit of the history itself"):
+        check_history(history, against="0202")
+
+
+def test_dirty_launches_are_kept_apart_from_the_commit_they_began_from() -> None:
+    history = commit_launches([0.01, 0.01])
+    dirty = [replace(one, commit="01" * 20, dirty=True) for one in side(0.02)]
+    check = check_history([*history, *dirty], against="0101")
+    assert check.after.label == "010101010-dirty"
+    assert check.before is not None and check.before.label == "010101010"
+    assert row(check).verdict == "regression"
+    assert row(check_history([*history, *dirty], against="history")).launches_before == 10
+    later = [replace(one, commit="02" * 20) for one in side(0.01)]
+    again = check_history([*history, *dirty, *later], against="history")
+    assert (row(again).verdict, row(again).launches_before) == ("ok", 10)
+    named = check_history([*history, *dirty, *later], against="0101-dirty")
+    assert row(named).verdict == "improvement"
+
+
+def test_a_base_measured_again_after_the_newest_commit_is_still_the_base() -> None:
+    history = commit_launches([0.01, 0.012])
+    check = check_history([*history, *history[:5]], against="0000")
+    assert (check.after.label, row(check).verdict, row(check).launches_before) == ("010101010", "regression", 10)
+
+
+def test_launches_of_another_machine_do_not_stand_in_where_this_one_has_a_baseline() -> None:
+    history = commit_launches([0.01, 0.01])
+    other = [replace(one, machine_id="other") for one in commit_launches([0.03] * 2)]
+    check = check_history([*other, *history], against="history")
+    assert (row(check).verdict, row(check).launches_before, check.mismatch) == ("ok", 5, ())
+    assert row(check_history([*other, *history], against="00")).before == pytest.approx(0.01)
+
+
+def test_an_exact_metric_in_a_history_fails_at_its_commit_within_the_same_window() -> None:
+    def counted(values: Sequence[int]) -> list[LaunchRecord]:
+        return [replace(exact({"messages": value}, 1)[0], commit=f"{at:02x}" * 20) for at, value in enumerate(values)]
+
+    found = row(check_history(counted([12, 12, 14, 14, 14]), against="history"), "messages")
+    assert (found.verdict, found.before, found.after) == ("regression", 12, 14)
+    assert found.text == "2 more, +16.7% since 020202020 (2 commits ago)"
+    assert row(check_history(counted([12, 14, 14, 14, 14, 14, 14]), against="history"), "messages").verdict == "ok"
+    assert row(check_history(counted([12, 14, 12]), against="history"), "messages").verdict == "improvement"
+
+
+def test_a_base_that_lost_bits_is_no_baseline_and_no_fault_of_the_newest_commit() -> None:
+    history = commit_launches([0.01] * 4)
+    lost = [
+        replace(one, cases=tuple(replace(c, digest_passed=7, exact={"digest": "bad"}) for c in one.cases))
+        for one in history[:5]
+    ]
+    check = check_history([*lost, *history[5:]], against="history")
+    assert check.exit_code(warn_only=False) == 0
+    assert row(check).launches_before == 10
+    assert check.notes[0] == "tp2: 7 of 8 digests matched in 5 of 15 launches of the base: left out"
+    alone = check_history([*lost, *history[5:10]], against="0000")
+    assert alone.exit_code(warn_only=False) == 5
+    newest_lost = [*history[5:], *(replace(one, commit="ff" * 20) for one in lost)]
+    assert check_history(newest_lost, against="history").exit_code(warn_only=True) == 6

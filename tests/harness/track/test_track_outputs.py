@@ -1,0 +1,320 @@
+"""What a check is written as: well formed whatever stands in a name, bounded, and the worst comes first."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from markdown_it import MarkdownIt
+from rich.console import Console
+
+from relaymeter.harness.track import exports, github, junit, markdown, row_texts, terminal
+from relaymeter.harness.track.records import CaseRecord, LaunchRecord
+from relaymeter.harness.track.verdicts import Check, Row, Side
+
+BEFORE = Side(label="main", commit="a" * 40, version="1.0", machine_id="m1", config_hash="c1", launches=8)
+AFTER = replace(BEFORE, label="change", commit="b" * 40)
+ROW = Row(
+    case="weights", metric="move_s", verdict="ok", before=0.0172, after=0.0173, ratio=1.01, ratio_low=0.97,
+    ratio_high=1.04, p_value=0.4, launches_before=8, launches_after=8, text="1.01x, 95 % 0.97-1.04, 8 launches",
+)  # fmt: skip
+SLOWER = replace(
+    ROW, case="state", verdict="regression", after=0.023, ratio=1.34, ratio_low=1.22, ratio_high=1.47, p_value=2e-5,
+    text="1.34x slower, 95 % 1.22-1.47, 8 launches",
+)  # fmt: skip
+NOISY = replace(ROW, case="noisy", verdict="inconclusive", ratio=1.2, text="not enough launches: run 8")
+EXACT = replace(
+    ROW, metric="bytes_cross_node", before=16_777_216, after=16_777_216, ratio=None, ratio_low=None, ratio_high=None,
+    p_value=None, text="equal",
+)  # fmt: skip
+WRONG = replace(
+    EXACT, case="broken", metric="digest", verdict="wrong bits", before="00ff", after="00fe", text="3 of 4 digests"
+)
+CHECK = Check(suite="ci", kind="ab", before=BEFORE, after=AFTER, rows=(ROW, NOISY, WRONG, EXACT, SLOWER))
+NO_BASE = replace(
+    CHECK, before=None, rows=(replace(ROW, verdict="no baseline", before=None, ratio=None, text="none yet"),)
+)
+#: Whatever may stand in a name: markup of every output, controls, bytes that were no UTF-8, text that runs backwards.
+NASTY = (
+    "a|b`c`\\|\"'<b>&amp;</b> [x](http://y)\n::error::z\t\x1b[31m\x00\ud800\udcff\u202e\ufffe @user #12 %0A, 100%: \\"
+)
+
+
+def nasty() -> Check:
+    row = replace(SLOWER, case=NASTY, text=NASTY)
+    return replace(
+        CHECK, suite=NASTY, after=replace(AFTER, label=NASTY, version=NASTY, machine_id=NASTY), rows=(row, ROW),
+        notes=(NASTY,), mismatch=("machine_id",),
+    )  # fmt: skip
+
+
+def many(count: int) -> Check:
+    """Rows of which the last are the worst."""
+    rows = [replace(ROW, case=f"case-{number:05d}-" + "\u00e4" * 60) for number in range(count)]
+    rows += [replace(SLOWER, case=f"slow-{number:02d}", ratio=1.3 + number / 100) for number in range(30)]
+    return replace(CHECK, rows=tuple(rows))
+
+
+def printed(check: Check) -> str:
+    console = Console(width=220, record=True, file=io.StringIO())
+    for table in terminal.tables(check):
+        console.print(table)
+    return console.export_text()
+
+
+def test_the_table_shows_the_worst_rows_first_with_both_values_the_ratio_and_its_interval() -> None:
+    text = printed(CHECK)
+    order = [text.index(name) for name in ("wrong bits", "regression", "inconclusive", "ok ")]
+    assert order == sorted(order)
+    for piece in ("17.2 ms", "23 ms", "1.34x [1.22, 1.47]", "<0.0001", "16,777,216 B", "00ff", "00fe", "interleaved"):
+        assert piece in text
+    assert terminal.lines(CHECK) == [
+        "WRONG BITS: 1 of 5 rows",
+        "rows: 1 wrong bits, 1 regression, 1 inconclusive, 2 ok",
+    ]
+
+
+def test_names_with_markup_and_controls_show_as_they_are_on_the_terminal() -> None:
+    check = replace(CHECK, rows=(replace(ROW, case="[red]x[/red]\x1b[0m"),), mismatch=("machine_id", "config_hash"))
+    text = printed(check)
+    assert "[red]x[/red]\\x1b[0m" in text
+    assert "MISMATCH in machine_id, config_hash:" in text
+    assert terminal.lines(check)[1].startswith("MISMATCH")
+
+
+def test_no_baseline_and_no_rows_never_look_like_a_pass() -> None:
+    assert terminal.lines(NO_BASE)[0] == "no baseline: 1 of 1 row"
+    assert any("no pass" in line for line in terminal.lines(NO_BASE))
+    empty = replace(CHECK, rows=())
+    assert terminal.tables(empty) == [] and terminal.lines(empty)[0] == "nothing was compared"
+    assert "skipped" in junit.junit(empty) and "no pass" in github.annotations(empty)[0]
+    assert "nothing was compared" in markdown.comment(empty) and "nothing was compared" in github.step_summary(empty)
+
+
+def test_differences_behind_the_first_digits_of_a_digest_are_shown() -> None:
+    row = replace(WRONG, before="0" * 40, after="0" * 39 + "1")
+    assert row_texts.values_text(row) == ("0" * 40, "0" * 39 + "1")
+    assert row_texts.values_text(replace(row, before="1" * 40)) == ("1" * 15 + "\u2026", "0" * 15 + "\u2026")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("weights-tp4", "weights-tp4"),
+        ("gr\u00f6\u00dfe \u6d4b", "gr\u00f6\u00dfe \u6d4b"),
+        ("a\nb\tc\r\x00\x7f\x85", "a\\nb\\tc\\r\\x00\\x7f\\x85"),
+        ("\udcff\ud800\u202e\ufeff\uffff", "\\xff\\ud800\\u202e\\ufeff\\uffff"),
+    ],
+)
+def test_what_does_not_show_is_escaped(text: str, shown: str) -> None:
+    assert row_texts.visible(text) == shown
+
+
+#: Jenkins' xUnit schema (junit-10.xsd), as far as it is used: children and attributes, required ones with a star.
+SCHEMA: dict[str, tuple[set[str], set[str]]] = {
+    "testsuites": ({"testsuite"}, {"name", "time", "tests", "failures", "errors"}),
+    "testsuite": (
+        {"testsuite", "properties", "testcase", "system-out", "system-err"},
+        {"name*", "tests*", "failures*", "errors*", "group", "time", "skipped", "timestamp", "hostname", "id"},
+    ),
+    "properties": ({"property"}, set()),
+    "property": (set(), {"name*", "value*"}),
+    "testcase": ({"skipped", "error", "failure", "system-out", "system-err"}, {"name*", "time", "classname", "group"}),
+    "failure": (set(), {"type", "message"}),
+    "skipped": (set(), {"type", "message"}),
+    "system-out": (set(), set()),
+}
+
+
+def schema_errors(element: ET.Element) -> list[str]:
+    children, attributes = SCHEMA[element.tag]
+    known = {name.rstrip("*") for name in attributes}
+    wrong = [f"{element.tag}: attribute {name}" for name in element.attrib if name not in known]
+    wrong += [f"{element.tag}: no {name}" for name in attributes if name[-1] == "*" and name[:-1] not in element.attrib]
+    for child in element:
+        wrong += schema_errors(child) if child.tag in children else [f"{element.tag}: child {child.tag}"]
+    return wrong
+
+
+@pytest.mark.parametrize("check", [CHECK, NO_BASE, replace(CHECK, rows=()), nasty()])
+def test_junit_is_valid_and_its_counts_are_those_of_its_test_cases(check: Check) -> None:
+    root = ET.fromstring(junit.junit(check).encode("utf-8"))
+    assert not schema_errors(root)
+    suite = root.find("testsuite")
+    assert suite is not None
+    cases = suite.findall("testcase")
+    found = (len(cases), len(suite.findall("testcase/failure")), len(suite.findall("testcase/skipped")))
+    assert found == tuple(int(suite.attrib[name]) for name in ("tests", "failures", "skipped"))
+
+
+def test_junit_fails_regressions_and_wrong_bits_and_skips_what_is_undecided() -> None:
+    root = ET.fromstring(junit.junit(CHECK))
+    found = {(case.attrib["classname"], case.attrib["name"]): case for case in root.iter("testcase")}
+    failure = found["ci.state", "move_s"].find("failure")
+    assert failure is not None and failure.attrib["message"] == SLOWER.text
+    assert failure.attrib["type"] == "regression" and "17.2 ms" in str(failure.text)
+    assert found["ci.broken", "digest"].find("failure") is not None
+    skipped = found["ci.noisy", "move_s"].find("skipped")
+    assert skipped is not None and skipped.attrib["message"] == skipped.text == f"inconclusive: {NOISY.text}"
+    assert [child.tag for child in found["ci.weights", "move_s"]] == ["system-out"]
+    properties = {entry.attrib["name"]: entry.attrib["value"] for entry in root.iter("property")}
+    assert properties["before.commit"] == "a" * 40 and properties["after.launches"] == "8"
+    assert "no baseline" in {entry.attrib["value"] for entry in ET.fromstring(junit.junit(NO_BASE)).iter("property")}
+
+
+def test_junit_carries_any_name() -> None:
+    root = ET.fromstring(junit.junit(nasty()))
+    case = next(iter(root.iter("testcase")))
+    assert case.attrib["classname"] == row_texts.visible(f"{NASTY}.{NASTY}")
+    assert any("MISMATCH" in entry.attrib["value"] for entry in root.iter("property"))
+
+
+@pytest.mark.parametrize("make", [markdown.comment, github.step_summary])
+def test_names_cannot_break_out_of_a_markdown_table(make: Callable[[Check], str]) -> None:
+    text = make(nasty())
+    text.encode("utf-8")
+    html = MarkdownIt("commonmark").enable("table").render(text)
+    rows = re.findall("<tr>.*?</tr>", html, re.S)
+    assert len(rows) >= 3 and {len(re.findall("<t[hd]", row)) for row in rows} == {8}
+    assert "<b>" not in html and "<a " not in html and "<strong>MISMATCH" in html
+    name = re.search("<code>(.*?)</code>", text)
+    assert name is not None
+    shown = ET.fromstring(name.group()).text
+    assert shown == row_texts.visible(NASTY)
+    outside = re.sub("<code>.*?</code>", "", text)
+    assert "@user" not in outside and "#12" not in outside
+
+
+def test_the_comment_shows_what_is_not_ok_and_folds_the_rest() -> None:
+    text = markdown.comment(CHECK)
+    shown, folded = text.split("<details>")
+    assert "WRONG BITS" in shown.splitlines()[0]
+    assert shown.index("wrong bits |") < shown.index("regression |") < shown.index("inconclusive |")
+    assert "16,777,216 B" in folded and "16,777,216 B" not in shown and "2 other rows" in folded
+    assert "This is no pass" in markdown.comment(NO_BASE)
+
+
+def test_the_comment_is_bounded_and_says_what_it_leaves_out() -> None:
+    text = markdown.comment(many(5000))
+    assert len(text) < 65_536
+    assert text.index("slow-29") < text.index("slow-28") and "10 more rows that are not ok" in text
+    left = re.search(r"(\d+) rows left out", text)
+    assert left is not None and int(left.group(1)) + text.count("<code>case") + text.count("<code>slow") == 5030
+
+
+def test_the_summary_stays_below_900_kib_with_the_worst_rows_first() -> None:
+    text = github.step_summary(many(20_000))
+    assert 700 * 1024 < len(text.encode()) < 900 * 1024
+    assert text.index("slow-29") < text.index("slow-28") < text.index("case-00000")
+    left = re.search(r"(\d+) rows left out", text)
+    assert left is not None and int(left.group(1)) + text.count("<code>case") == 20_000
+    assert "left out" not in github.step_summary(CHECK)
+
+
+def test_one_huge_text_does_not_fill_the_summary() -> None:
+    huge = replace(CHECK, rows=(replace(SLOWER, text="x" * 10**6, case="y" * 10**6),), notes=("z" * 10**6,) * 100)
+    assert len(github.step_summary(huge)) < 30_000 and len(markdown.comment(huge)) < 30_000
+    assert max(map(len, github.annotations(huge))) < 3000
+
+
+def test_annotations_are_at_most_ten_and_the_last_counts_the_others() -> None:
+    found = github.annotations(many(3))
+    assert len(found) == 10
+    assert found[0].startswith("::error title=regression%3A slow-29 move_s::1.34x slower, 95 %25 ")
+    assert found[-1] == "::error title=21 more::21 regression: see the step summary"
+    assert [line.split(" ")[0] for line in github.annotations(CHECK)] == ["::error", "::error", "::warning"]
+    assert github.annotations(replace(CHECK, rows=(ROW, EXACT))) == []
+    assert len(github.annotations(replace(CHECK, rows=(SLOWER,) * 10))) == 10
+
+
+def test_annotations_escape_what_would_be_another_command() -> None:
+    line = github.annotations(nasty())[0]
+    assert "\n" not in line and "\r" not in line
+    head, _, message = line.removeprefix("::error title=").partition("::")
+    assert ":" not in head and "," not in head and "%250A%2C 100%25%3A" in head
+    assert "%250A, 100%25: \\\\" in message.replace("\\", "\\\\") and "%0AMISMATCH" in message
+
+
+def test_smaller_is_better_in_every_entry_of_the_action_benchmark() -> None:
+    def entries(bandwidth: float, seconds: float) -> dict[str, float]:
+        rate = replace(ROW, metric="moved_bytes_per_s", before=100.0, after=bandwidth)
+        rows = (rate, replace(ROW, before=10.0, after=seconds), EXACT, replace(WRONG, verdict="ok"))
+        document = json.loads(exports.action_benchmark(replace(CHECK, rows=rows)))
+        assert all(set(entry) <= {"name", "unit", "value", "range", "extra"} for entry in document)
+        return {entry["name"]: entry["value"] for entry in document}
+
+    before, after = entries(100.0, 10.0), entries(120.0, 12.0)
+    rate, time = "ci/weights/moved_bytes_per_s as s_per_byte", "ci/weights/move_s"
+    assert set(before) == {rate, time, "ci/weights/bytes_cross_node"}
+    assert after[rate] / before[rate] == pytest.approx(100 / 120)  # better: no alarm
+    assert after[time] / before[time] == pytest.approx(1.2)  # worse
+
+
+def test_the_action_benchmark_leaves_out_wrong_bits_zero_rates_and_what_is_no_number() -> None:
+    rows = (
+        WRONG,
+        replace(ROW, case="broken"),
+        replace(ROW, case="8 B", metric="moved_bytes_per_s", after=0.0),
+        replace(ROW, case="nan", after=math.nan),
+        replace(SLOWER, case='a|`"'),
+    )
+    (entry,) = json.loads(exports.action_benchmark(replace(CHECK, rows=rows, mismatch=("machine_id",))))
+    assert entry["name"] == 'ci/a\\x7c\\x60"/move_s' and entry["unit"] == "s"
+    assert "MISMATCH" in entry["extra"]
+    # the action reads a number behind the sign
+    assert float(entry["range"].removeprefix("\u00b1 ")) == pytest.approx(0.0172 * 0.125, rel=1e-3)
+
+
+def launch(number: int, *, ok: bool = True, machine: str = "m1", cases: tuple[str, ...] = ("weights",)) -> LaunchRecord:
+    found = tuple(
+        CaseRecord(
+            name=name,
+            exact={"bytes_total": 123_456_789, "digest": "00ff"},
+            samples={"move_s": (0.01, 0.012, 0.011 + number / 1e5), "moved_bytes_per_s": (5e9,)},
+            digest_passed=4 if ok else 3,
+            digest_total=4,
+        )
+        for name in cases
+    )
+    return LaunchRecord(
+        utc=f"2026-11-30T00:00:{number:02d}Z", session_id="s1", launch=number + 1, machine_id=machine,
+        config_hash="c1", suite="ci", version="1.0", commit="b" * 40, commit_utc="2026-11-29T00:00:00Z", dirty=False,
+        cases=found,
+    )  # fmt: skip
+
+
+def test_hud_records_have_a_value_for_each_launch_in_microseconds() -> None:
+    rows = (replace(SLOWER, case="weights"), replace(WRONG, case="other"))
+    launches = [launch(0, cases=("weights", "other")), launch(1)]
+    records = json.loads(exports.hud(replace(CHECK, rows=rows, mismatch=("machine_id",)), launches))
+    assert [record["metric"]["name"] for record in records] == ["move_us", "moved_bytes_per_s", "bytes_total"]
+    assert {record["model"]["name"] for record in records} == {"weights"}  # the other one has wrong bits
+    first = records[0]
+    assert set(first) == {"benchmark", "model", "metric"}
+    assert set(first["benchmark"]) == {"name", "mode", "dtype", "extra_info"}
+    assert first["benchmark"]["extra_info"]["mismatch"] == "machine_id"
+    assert first["metric"]["benchmark_values"] == pytest.approx([11000.0, 11010.0])
+    assert first["metric"]["target_value"] == pytest.approx(17200.0)
+    assert records[2]["metric"]["extra_info"]["exact"] == "123456789"
+    texts = [extra for part in first.values() for extra in part.get("extra_info", {}).values()]
+    assert texts and all(isinstance(text, str) for text in texts)
+
+
+def test_otava_gets_a_line_for_each_whole_launch_of_the_newest_setting() -> None:
+    launches = [launch(4), launch(0, machine="m0"), launch(1), launch(2, ok=False), launch(3, cases=("other",))]
+    launches.append(launch(5, cases=("weights",)))
+    header, *lines = csv.reader(io.StringIO(exports.otava_csv(launches)))
+    assert header[:5] == ["time", "commit", "version", "session", "launch"]
+    assert header[5:] == ["weights/move_s", "weights/moved_bytes_per_s", "weights/bytes_total"]
+    assert [line[0][-3:] for line in lines] == ["01Z", "04Z", "05Z"]
+    assert all(math.isfinite(float(value)) for line in lines for value in line[5:])
+    config = exports.otava_config(launches, "track.csv")
+    assert '"weights/moved_bytes_per_s":' in config and config.count("direction: -1") == 2
+    assert exports.otava_csv([]) == "time,commit,version,session,launch\n"

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from relaymeter.errors import InputError
 from relaymeter.relayout.batching import Places, batched
 from relaymeter.relayout.casts import settle_nan
+from relaymeter.relayout.copy_kernel import DeviceCopies, available
 from relaymeter.relayout.layout import TensorSpec
 from relaymeter.relayout.segments import FROM_DESTINATION, PART_ALIGN, SegmentTable, source_space
 from relaymeter.relayout.traffic import converted, part_offsets, segment_bytes
@@ -41,15 +42,24 @@ _RAW = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """Copies of ``sources[i]`` into ``targets[i]``: views of equal shape, made once. Of unequal dtypes they convert."""
+    """Copies of ``sources[i]`` into ``targets[i]``: views of equal shape, made once. Of unequal dtypes they convert.
+
+    On a CUDA device, where Triton is there, all that do not convert are one launch (``copy_kernel``), compiled here.
+    """
 
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
 
+    def __post_init__(self) -> None:
+        _ = self._fused  # compiled now, not where time is taken
+
     def run(self) -> None:
         """Copy everything. On a CUDA device this only enqueues."""
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
+        if self._fused is not None:
+            self._fused.run()
+        targets, sources = self._one_by_one
+        if targets:
+            torch._foreach_copy_(targets, sources)
         for target in self._converted:
             settle_nan(target)
 
@@ -57,6 +67,21 @@ class Copies:
     def _converted(self) -> list[torch.Tensor]:
         pairs = zip(self.targets, self.sources, strict=True)
         return [target for target, source in pairs if target.dtype != source.dtype]
+
+    @cached_property
+    def _fused(self) -> DeviceCopies | None:
+        if not self.targets or self.targets[0].device.type != "cuda" or not available():
+            return None
+        pairs = zip(self.targets, self.sources, strict=True)
+        alike = [(target, source) for target, source in pairs if target.dtype == source.dtype]
+        return DeviceCopies([target for target, _ in alike], [source for _, source in alike])
+
+    @cached_property
+    def _one_by_one(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        if self._fused is None:
+            return self.targets, self.sources
+        pairs = zip(self.targets, self.sources, strict=True)
+        return self._converted, [source for target, source in pairs if target.dtype != source.dtype]
 
 
 class _Memories:

@@ -1,0 +1,68 @@
+"""The Triton kernel of ``copy_kernel``. Importing this needs Triton; TRITON_INTERPRET=1 runs it on the CPU."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["copy_tiles"]
+
+
+@triton.jit
+def _run(tile, left, UNITS: tl.constexpr, align: tl.constexpr, dtype: tl.constexpr):
+    """Part of one run; the compiler is told how it is aligned, so that a lane may move several units at once."""
+    read, write = tl.multiple_of(tl.load(tile), align), tl.multiple_of(tl.load(tile + 1), align)
+    source, target = read.to(tl.pointer_type(dtype)), write.to(tl.pointer_type(dtype))
+    count = tl.minimum(left, tl.load(tile + 6).to(tl.int32))
+    for begin in range(0, count, UNITS):
+        lane = begin + tl.arange(0, UNITS)
+        tl.store(target + lane, tl.load(source + lane, mask=lane < count), mask=lane < count)
+
+
+@triton.jit
+def _box(tile, left, UNITS: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr):
+    """Short runs, as rows of planes."""
+    read, write = tl.load(tile), tl.load(tile + 1)
+    rows, planes = tl.load(tile + 4).to(tl.int32), tl.load(tile + 5).to(tl.int32)
+    run, lines = tl.load(tile + 6).to(tl.int32), tl.load(tile + 7).to(tl.int32)
+    read_row, read_plane = tl.load(tile + 8), tl.load(tile + 9)
+    write_row, write_plane = tl.load(tile + 10), tl.load(tile + 11)
+    by_run, by_line = 1.0 / run.to(tl.float32), 1.0 / lines.to(tl.float32)
+    for begin in range(0, run * lines * planes, UNITS):
+        # exact: lanes and divisors are below 2^22, and the half keeps the quotient clear of the next whole number
+        lane = begin + tl.arange(0, UNITS)
+        line = ((lane.to(tl.float32) + 0.5) * by_run).to(tl.int32)
+        unit = lane - line * run
+        plane = ((line.to(tl.float32) + 0.5) * by_line).to(tl.int32)
+        line = line - plane * lines
+        mask = (unit < left) & (line < rows) & (plane < planes)
+        near = read + (line * read_row + plane * read_plane + unit * width)
+        far = write + (line * write_row + plane * write_plane + unit * width)
+        tl.store(far.to(tl.pointer_type(dtype)), tl.load(near.to(tl.pointer_type(dtype)), mask=mask), mask=mask)
+
+
+@triton.jit
+def copy_tiles(tiles, count, UNITS: tl.constexpr):
+    """Program p copies tile p of ``tiles`` (count, columns), see ``copy_tiles.TILE_COLUMNS``, ``UNITS`` at a time."""
+    program = tl.program_id(0)
+    if program < count:
+        tile = tiles + program.to(tl.int64) * 12
+        kind, left = tl.load(tile + 2).to(tl.int32), tl.load(tile + 3).to(tl.int32)
+        if kind == 8 + 16 + 32:
+            _run(tile, left, UNITS, 16, tl.int64)
+        elif kind == 8 + 16:
+            _run(tile, left, UNITS, 8, tl.int64)
+        elif kind == 4 + 16:
+            _run(tile, left, UNITS, 4, tl.int32)
+        elif kind == 2 + 16:
+            _run(tile, left, UNITS, 2, tl.int16)
+        elif kind == 1 + 16:
+            _run(tile, left, UNITS, 1, tl.int8)
+        elif kind == 8:
+            _box(tile, left, UNITS, 8, tl.int64)
+        elif kind == 4:
+            _box(tile, left, UNITS, 4, tl.int32)
+        elif kind == 2:
+            _box(tile, left, UNITS, 2, tl.int16)
+        else:
+            _box(tile, left, UNITS, 1, tl.int8)

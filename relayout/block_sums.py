@@ -1,7 +1,7 @@
 """Block sums: the arithmetic of the digest on the shards of one tensor. What the sums mean stands in ``digest``.
 
 ``block_sums(spec, placement, pieces, storage)`` is what some pieces of one rank add to the sums of a tensor, one for
-every 4,096 words of it; ``add_box`` adds any box. Local, on the storage's device.
+every 4,096 words of it; ``add_boxes`` adds any boxes of any tensors. Local, on the storages' device.
 """
 
 from __future__ import annotations
@@ -13,10 +13,22 @@ import numpy as np
 import torch
 
 from relaymeter.errors import InputError
+from relaymeter.relayout.copy_kernel import available
+from relaymeter.relayout.device_sums import DeviceSums, WordBox
 from relaymeter.relayout.geometry import row_major_strides
 from relaymeter.relayout.layout import Placement, TensorSpec
 
-__all__ = ["BLOCK_WORDS", "LOW_WEIGHTS", "add_box", "block_count", "block_elements", "block_sums", "tensor_digest"]
+__all__ = [
+    "BLOCK_WORDS",
+    "LOW_WEIGHTS",
+    "add_boxes",
+    "block_count",
+    "block_elements",
+    "block_sums",
+    "piece_box",
+    "tensor_digest",
+    "word_box",
+]
 
 #: Words (elements, or halves of 8-byte elements) of one block.
 BLOCK_WORDS = 4096
@@ -170,7 +182,7 @@ def _boxes_within(dims: list[_Dim], limit: int, start: int, offset: int) -> Iter
         yield from _boxes_within(part, limit, start + begin * far, offset + begin * near)
 
 
-def add_box(
+def word_box(
     out: torch.Tensor,
     spec: TensorSpec,
     lo: Sequence[int],
@@ -178,19 +190,32 @@ def add_box(
     storage: torch.Tensor,
     offset: int,
     stride: Sequence[int],
-) -> None:
-    """Add the elements of the box (``lo``, ``shape``) of the logical tensor to the block sums ``out``.
+) -> WordBox:
+    """The elements of the box (``lo``, ``shape``) of the logical tensor in words, to be added to block sums ``out``.
 
     They lie in the 1-D ``storage`` from element ``offset`` on, ``stride`` elements apart in each dim.
     """
     lo, shape, stored = list(lo), list(shape), list(stride)
     logical = list(row_major_strides(spec.shape))
-    words = _words(storage)
     if spec.itemsize == 8:
         logical, stored, offset = [2 * s for s in logical], [2 * s for s in stored], 2 * offset
         lo, shape, logical, stored = [*lo, 0], [*shape, 2], [*logical, 1], [*stored, 1]
     start = sum(at * step for at, step in zip(lo, logical, strict=True))
-    dims = _merged(shape, logical, stored)
+    return WordBox(out, _words(storage), tuple(_merged(shape, logical, stored)), start, offset)
+
+
+def add_boxes(boxes: Sequence[WordBox]) -> None:
+    """Add every box to its sums. Those of a CUDA device are one launch, where Triton is there."""
+    fused = [box for box in boxes if box.words.device.type == "cuda" and available()]
+    if fused:
+        DeviceSums(fused, LOW_WEIGHTS).run()
+    for box in boxes:
+        if not fused or box.words.device.type != "cuda":
+            _add(box)
+
+
+def _add(box: WordBox) -> None:
+    out, words, dims, start, offset = box.out, box.words, list(box.dims), box.start, box.offset
     if not dims or (len(dims) == 1 and dims[0][1:] == (1, 1)):
         count = dims[0][0] if dims else 1
         _add_run(out, words[offset : offset + count], start)
@@ -205,20 +230,27 @@ def add_box(
         (_add_image if dense else _add_rows)(out, words, part or [(1, 1, 1)], begin, at)
 
 
-def block_sums(spec: TensorSpec, placement: Placement, pieces: Sequence[int], storage: torch.Tensor) -> torch.Tensor:
-    """What ``pieces`` of one rank add to the block sums of ``spec``: int64, one per block, modulo 2^64.
+def piece_box(out: torch.Tensor, spec: TensorSpec, placement: Placement, piece: int, storage: torch.Tensor) -> WordBox:
+    """What one piece of a rank adds to the block sums ``out`` of ``spec``.
 
-    ``storage`` is that rank's 1-D storage of the tensor, of ``spec``'s dtype or raw bits of the same width. Local.
-    Raises InputError where storage and placement do not fit.
+    ``storage`` is that rank's 1-D storage of the tensor, of ``spec``'s dtype or raw bits of the same width. Raises
+    InputError where storage and placement do not fit.
+    """
+    have, wanted = storage.numel(), placement.storage.get(int(placement.rank[piece]), 0)
+    if storage.dim() != 1 or storage.element_size() != spec.itemsize or have < wanted:
+        raise InputError(
+            f"tensor {spec.name}: rank {int(placement.rank[piece])} needs a 1-D storage of {wanted} elements of "
+            f"{spec.itemsize} bytes, got {list(storage.shape)} of {storage.element_size()}"
+        )
+    box = (placement.lo[piece].tolist(), placement.shape[piece].tolist())
+    return word_box(out, spec, *box, storage, int(placement.offset[piece]), placement.stride[piece].tolist())
+
+
+def block_sums(spec: TensorSpec, placement: Placement, pieces: Sequence[int], storage: torch.Tensor) -> torch.Tensor:
+    """What ``pieces`` of one rank add to the block sums of ``spec``: int64, one per block, modulo 2^64. Local.
+
+    ``storage``, and errors, as ``piece_box``.
     """
     out = torch.zeros(block_count(spec), dtype=torch.int64, device=storage.device)
-    for piece in pieces:
-        have, wanted = storage.numel(), placement.storage.get(int(placement.rank[piece]), 0)
-        if storage.dim() != 1 or storage.element_size() != spec.itemsize or have < wanted:
-            raise InputError(
-                f"tensor {spec.name}: rank {int(placement.rank[piece])} needs a 1-D storage of {wanted} elements of "
-                f"{spec.itemsize} bytes, got {list(storage.shape)} of {storage.element_size()}"
-            )
-        box = (placement.lo[piece].tolist(), placement.shape[piece].tolist())
-        add_box(out, spec, *box, storage, int(placement.offset[piece]), placement.stride[piece].tolist())
+    add_boxes([piece_box(out, spec, placement, piece, storage) for piece in pieces])
     return out

@@ -24,11 +24,14 @@ from relaymeter.errors import DigestMismatch, InputError
 from relaymeter.relayout.block_sums import (
     BLOCK_WORDS,
     LOW_WEIGHTS,
+    add_boxes,
     block_count,
     block_elements,
     block_sums,
+    piece_box,
     tensor_digest,
 )
+from relaymeter.relayout.device_sums import WordBox
 from relaymeter.relayout.geometry import flat_range_boxes, intersect, row_major_strides
 from relaymeter.relayout.layout import IntArray, Layout, Placement, TensorSpec
 
@@ -135,6 +138,7 @@ def digest_layout(
     device = next((storage.device for storage in storages.values()), torch.device("cpu"))
     with SharedSums(counts, device, group) as sums:
         parts = iter(sums.parts)
+        boxes: list[WordBox] = []
         for name, spec in layout.specs.items():
             place = layout.placements[name]
             mine = [next(parts) for _ in covers[name]]
@@ -143,9 +147,13 @@ def digest_layout(
                 if held:
                     if name not in storages:
                         raise InputError(f"tensor {name}: rank {rank} holds a piece of it but handed in no storage")
+                    if len(held) == 1:
+                        boxes.append(piece_box(held[0], spec, place, piece, storages[name]))
+                        continue
                     added = block_sums(spec, place, [piece], storages[name])
                     for part in held:
                         part += added
+        add_boxes(boxes)
     found = iter(sums.totals)
     return LayoutDigest(layout, DIGEST_VERSION, {name: tuple(next(found) for _ in covers[name]) for name in covers})
 

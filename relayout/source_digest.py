@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from relaymeter.errors import DigestMismatch, InputError
-from relaymeter.relayout.block_sums import add_box, block_count, block_sums
+from relaymeter.relayout.block_sums import add_boxes, block_count, block_sums, piece_box, word_box
 from relaymeter.relayout.casts import convert
+from relaymeter.relayout.device_sums import WordBox
 from relaymeter.relayout.digest import DIGEST_VERSION, LayoutDigest, SharedSums, stretches
 from relaymeter.relayout.geometry import intersect, subtract_boxes
 from relaymeter.relayout.layout import IntArray, Layout, Placement, TensorSpec
@@ -129,8 +130,13 @@ def expected_digest(
     devices = (storage.device for storages_of in held for storage in storages_of.values())
     with SharedSums(counts, next(devices, torch.device("cpu")), group) as shared:
         slots = iter(shared.parts)
+        boxes: list[WordBox] = []
         for name, sums in sums_of.items():
-            _add(layouts, destination.specs[name], rank, held, sums, [next(slots) for _ in sums.slots])
+            boxes += _word_boxes(layouts, destination.specs[name], rank, held, sums, [next(slots) for _ in sums.slots])
+            if layouts[0].specs[name].dtype != destination.specs[name].dtype:  # what was converted is not kept
+                add_boxes(boxes)
+                boxes = []
+        add_boxes(boxes)
     found = iter(shared.totals)
     complete = {name: [next(found) for _ in sums.slots] for name, sums in sums_of.items()}
     _refuse_disagreement(layouts, destination, sums_of, complete)
@@ -207,15 +213,17 @@ def _share(cover: _Cover, region: _Region) -> _Share:
     return _Share(cover, None if region.numel == cover.region.numel else region)
 
 
-def _add(
+def _word_boxes(
     layouts: Sequence[Layout],
     spec: TensorSpec,
     rank: int,
     held: Sequence[Mapping[str, torch.Tensor]],
     sums: _Sums,
     views: Sequence[torch.Tensor],
-) -> None:
-    """Add what ``rank`` holds of one tensor to the slots' ``views``."""
+) -> list[WordBox]:
+    """What ``rank`` holds of one tensor, to be added to the slots' ``views``; on a CPU whole pieces are added here, so
+    that each is read once."""
+    boxes: list[WordBox] = []
     ready: dict[tuple[int, bool], torch.Tensor] = {}
     whole: dict[tuple[int, int, bool], torch.Tensor] = {}
     for (shares, arriving), view in zip(sums.slots, views, strict=True):
@@ -237,6 +245,9 @@ def _add(
             storage = ready[layout, arriving]
             if share.region is None:
                 for piece in mine.tolist():
+                    if storage.device.type == "cuda":
+                        boxes.append(piece_box(view, seen_as, place, piece, storage))
+                        continue
                     key = (layout, piece, arriving)
                     if key not in whole:
                         whole[key] = block_sums(seen_as, place, [piece], storage)
@@ -247,7 +258,8 @@ def _add(
             offset = place.offset[rows] + ((lo - place.lo[rows]) * place.stride[rows]).sum(axis=1)
             for k, row in enumerate(rows.tolist()):
                 box = (lo[k].tolist(), shape[k].tolist())
-                add_box(view, seen_as, *box, storage, int(offset[k]), place.stride[row].tolist())
+                boxes.append(word_box(view, seen_as, *box, storage, int(offset[k]), place.stride[row].tolist()))
+    return boxes
 
 
 def _refuse_disagreement(

@@ -81,7 +81,7 @@ def tile_copies(
     tile_planes = np.where(whole, np.minimum(planes, most // (tile_run * tile_rows)), 1)
     single = 2 * run > most
     tile_rows, tile_planes = np.where(single, 1, tile_rows), np.where(single, 1, tile_planes)
-    kind = width + 16 * single + 32 * (single & (width == _WIDEST) & (starts % _ALIGNED == 0))
+    kind = width + 16 * single + 32 * (single & (width == _WIDEST) & (every % _ALIGNED == 0))
     grids = [-(-size // tile) for size, tile in ((run, tile_run), (rows, tile_rows), (planes, tile_planes))]
     count = grids[0] * grids[1] * grids[2] * outer
     box = np.repeat(np.arange(len(count)), count)

@@ -14,6 +14,8 @@ def _run(tile, left, UNITS: tl.constexpr, align: tl.constexpr, dtype: tl.constex
     read, write = tl.multiple_of(tl.load(tile), align), tl.multiple_of(tl.load(tile + 1), align)
     source, target = read.to(tl.pointer_type(dtype)), write.to(tl.pointer_type(dtype))
     count = tl.minimum(left, tl.load(tile + 6).to(tl.int32))
+    if align == 16:
+        count = tl.multiple_of(count, 2)
     for begin in range(0, count, UNITS):
         lane = begin + tl.arange(0, UNITS)
         tl.store(target + lane, tl.load(source + lane, mask=lane < count), mask=lane < count)

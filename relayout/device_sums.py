@@ -1,4 +1,4 @@
-"""Device sums: the block sums of many boxes of many tensors in one Triton launch, bit for bit those of ``block_sums``.
+"""Device sums: the block sums of many boxes of many tensors in one pass by Triton, bit for bit those of ``block_sums``.
 
     plan = DeviceSums(boxes, device)        # once: cuts every box into tiles that lie in few blocks
     plan.run()                              # adds what the storages hold now to the sums of each box
@@ -29,9 +29,11 @@ _BLOCK = 4096
 _LONG = 512
 #: Blocks that a tile of short runs reaches over at most, beyond its first.
 _REACH = 2
-#: Columns of the tiles: address of the first word; its width in bytes, 16 more for one run; address of the first
-#: block's sum; place of the first word in that block; words of a run; rows; words of the flattened tensor from row to
-#: row, bytes of the storage from row to row.
+#: Runs whose address in bytes, place in their block and length in words are multiples of this are marked.
+_ALIGNED = 16
+#: Columns of the tiles: address of the first word; its width in bytes, 16 more for one run, 32 more for an aligned one,
+#: 64 more for a whole block; address of the first block's sum; place of the first word in that block; words of a run;
+#: rows; words of the flattened tensor from row to row, bytes of the storage from row to row.
 TILE_COLUMNS = ("address", "kind", "out", "phase", "run", "rows", "far", "near")
 #: Words that a program takes at a time, and its warps.
 _UNITS, _WARPS = 1024, 4
@@ -64,11 +66,15 @@ def sum_tiles(dims: Sequence[tuple[int, int, int]], start: int, address: int, wi
     if rows is None:
         return _runs(first, place, run, width, out)
     size, far, near = rows
-    take = max(1, min(size, _BLOCK // run, 1 + _REACH * _BLOCK // max(far, 1)))
-    begin = np.arange(0, size, take, dtype=np.int64)
+    if far and _BLOCK % far == 0 and start % far + run <= far:  # rows end where blocks do: take whole blocks of them
+        take = _BLOCK // far
+        begin = np.arange(-(start // far % take), size, take, dtype=np.int64).clip(min=0)
+    else:
+        take = max(1, min(size, _BLOCK // run, 1 + _REACH * _BLOCK // max(far, 1)))
+        begin = np.arange(0, size, take, dtype=np.int64)
+    count = np.tile(np.diff(begin, append=size), len(first))
     first = (first[:, None] + far * begin).reshape(-1)
     place = (place[:, None] + near * width * begin).reshape(-1)
-    count = np.tile(np.minimum(take, size - begin), len(first) // len(begin))
     block, phase = np.divmod(first, _BLOCK)
     one = np.ones_like(first)
     return np.column_stack(
@@ -84,11 +90,10 @@ def _runs(first: IntArray, place: IntArray, run: int, width: int, out: int) -> I
     number = block[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
     begin = np.maximum(first[row], number * _BLOCK)
     end = np.minimum(first[row] + run, (number + 1) * _BLOCK)
-    one = np.ones_like(begin)
-    return np.column_stack([
-        place[row] + (begin - first[row]) * width, one * (width + 16), out + 8 * number, begin - number * _BLOCK,
-        end - begin, one, one * 0, one * 0,
-    ])  # fmt: skip
+    address, phase = place[row] + (begin - first[row]) * width, begin - number * _BLOCK
+    aligned = (address % _ALIGNED == 0) & (phase % _ALIGNED == 0) & ((end - begin) % _ALIGNED == 0)
+    kind, none = width + 16 + 32 * aligned + 64 * (aligned & (end - begin == _BLOCK)), np.zeros_like(begin)
+    return np.column_stack([address, kind, out + 8 * number, phase, end - begin, none + 1, none, none])
 
 
 class DeviceSums:
@@ -104,23 +109,27 @@ class DeviceSums:
                 tables.append(sum_tiles(box.dims, box.start, address, width, box.out.data_ptr()))
         self._kept = list(boxes)
         self.nbytes = sum(math.prod(size for size, _, _ in box.dims) * box.words.element_size() for box in boxes)
-        self._count = sum(len(table) for table in tables)
-        if self._count:
+        self._tiles: dict[int, torch.Tensor] = {}
+        if tables:
             device = boxes[0].words.device
             self._weights = _device_weights(device, low_weights)
-            self._tiles = torch.from_numpy(np.concatenate(tables)).to(device)
-            self._launch(0)
+            every = np.concatenate(tables)
+            for kind in np.unique(every[:, 1]).tolist():
+                self._tiles[kind] = torch.from_numpy(every[every[:, 1] == kind]).to(device)
+                self._launch(kind, 0)
 
     def run(self) -> None:
-        """Add every box to its sums. On a CUDA device this only enqueues."""
-        if self._count:
-            self._launch(self._count)
+        """Add every box to its sums, by a launch for each kind of tiles. On a CUDA device this only enqueues."""
+        for kind, tiles in self._tiles.items():
+            self._launch(kind, len(tiles))
 
-    def _launch(self, tiles: int) -> None:
-        """``tiles`` 0 compiles only: one program that finds nothing to do."""
-        device = self._tiles.device
+    def _launch(self, kind: int, count: int) -> None:
+        """``count`` 0 compiles only: one program that finds nothing to do."""
+        device = self._weights.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            _kernel()[(max(1, tiles),)](self._tiles, self._weights, tiles, UNITS=_UNITS, num_warps=_WARPS)
+            _kernel()[(max(1, count),)](
+                self._tiles[kind], self._weights, count, UNITS=_UNITS, KIND=kind, num_warps=_WARPS
+            )
 
 
 @functools.cache

@@ -38,15 +38,14 @@ from relaymeter.relayout.release import filled
 from relaymeter.relayout.routes import ROUTES
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, Schedule, build_schedule
 from relaymeter.relayout.source_digest import expected_digest
+from relaymeter.relayout.spare_states import SpareStates, missing_bytes
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.traffic import Traffic
 from relaymeter.relayout.training_fields import read_fields, write_fields
 from relaymeter.relayout.training_match import expected_fields
 from relaymeter.relayout.training_state import (
-    allocate_missing,
     check_ready,
     check_writable,
-    missing_bytes,
     only_tensors,
     read_together,
     refresh_from_masters,
@@ -179,6 +178,8 @@ class TrainingStateMove:
         self._mover: Mover | None = None
         self._places: Sequence[int] = ()
         self._allocated = 0
+        self._spare = SpareStates()
+        self._written: Mapping[str, Any] = {}
         self._expected: LayoutDigest | None = None
         self._ran = False
 
@@ -265,7 +266,8 @@ class TrainingStateMove:
         """Allocate what the destination's optimizer lacks, compile the move and agree on it, so that ``run``, in which
         training stands still, finds all that ready. Collective; returns the bytes allocated on this rank.
 
-        Not needed: ``run`` does what was not done. Nothing that either engine holds is changed. Raises as ``run``.
+        Not needed: ``run`` does what was not done. Neither engine is changed: what the destination's optimizer lacks is
+        kept aside until ``run``, so that it may train, be saved or be a source meanwhile. Raises as ``run``.
         """
         with self._together("preparing the move") as ranks:
             mover = self._ready(ranks)
@@ -289,12 +291,14 @@ class TrainingStateMove:
         with self._together("the digest of the source") as ranks:
             self._expected = self._digest_source(ranks) if prove else None
         proved = time.perf_counter()
+        self._spare.attach(self._destination)
         zero_filled(self._destination, self._wanted)
+        self._written = self._wanted
         moved: MoveTiming = mover.run()
         arrived = time.perf_counter()
         with self._together("the refresh of the weights", broken) as ranks, PeakMemory(self._device) as refreshing:
             if self._destination is not None:
-                ranks.attempt(lambda: write_fields(self._destination, self._wanted))
+                ranks.attempt(lambda: write_fields(self._destination, self._written))
             else:
                 ranks.refuse(None)
             written = time.perf_counter()
@@ -331,7 +335,7 @@ class TrainingStateMove:
         changed = True
         try:
             fields = self._read()
-            if self._mover is not None and not missing_bytes(self._destination, self._wanted):
+            if self._mover is not None and self._spare.suffice(self._destination, self._wanted):
                 changed = self._places_of(*self._storages()) != self._places
         except Exception as error:
             refusal = error
@@ -362,19 +366,18 @@ class TrainingStateMove:
 
     def _storages(self) -> list[dict[str, torch.Tensor]]:
         names = list(self._layouts[1].specs)
-        return [training_storages(engine, names) for engine in (self._source, self._destination)]
+        source = training_storages(self._source, names)
+        return [source, training_storages(self._destination, names, self._spare)]
 
     @staticmethod
     def _places_of(source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]) -> list[int]:
         return [storage.data_ptr() for held in (source, destination) for storage in held.values()]
 
     def _compile(self, ranks: Assembly) -> Mover:
-        """Make the mover over both engines' storages; the destination's optimizer gets what it lacks before."""
+        """Make the mover over both engines' storages, and over spare ones for what the destination's optimizer lacks."""
 
         def storages() -> list[dict[str, torch.Tensor]]:
-            self._allocated += missing_bytes(self._destination, self._wanted)
-            if self._destination is not None:
-                allocate_missing(self._destination, self._wanted)
+            self._allocated += self._spare.allocate(self._destination, self._wanted)
             return self._storages()
 
         source, destination = ranks.attempt(storages)
@@ -429,6 +432,6 @@ class TrainingStateMove:
             if self._destination is not None:
                 found = read_fields(self._destination)
                 for key in _COMPARED:
-                    fields += field_differences(self._wanted[key], found[key], key)
+                    fields += field_differences(self._written[key], found[key], key)
             told = [text for texts in ranks.tell_all(fields) for text in texts]
         return StateMoveReport(report.passed, report.total, report.mismatches, tuple(dict.fromkeys(told)))

@@ -24,17 +24,16 @@ from relaymeter.relayout.engine_layout import build_layout
 from relaymeter.relayout.engine_reading import Fragment, master_fragments
 from relaymeter.relayout.engines import MASTER, describe_engine, engine_layout, refresh_weights, weights_storage
 from relaymeter.relayout.idle import refuse_busy
-from relaymeter.relayout.layout import ITEMSIZE, Layout
+from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.release import hollow, released
+from relaymeter.relayout.spare_states import SpareStates
 from relaymeter.relayout.training_fields import base_optimizer, read_fields, state_tensors
 
 __all__ = [
     "FROZEN",
     "TrainingState",
-    "allocate_missing",
     "check_ready",
     "check_writable",
-    "missing_bytes",
     "only_tensors",
     "prepare",
     "read_together",
@@ -198,10 +197,12 @@ def _line(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
-def training_storages(engine: Any | None, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def training_storages(
+    engine: Any | None, names: Iterable[str], spare: SpareStates | None = None
+) -> dict[str, torch.Tensor]:
     """This rank's storages of the tensors ``names`` of a joined layout: 1-D views, no copy; empty without an engine.
 
-    A tensor of which the rank holds nothing is left out.
+    A tensor of which the rank holds nothing is left out. ``spare`` has states that the optimizer lacks.
     """
     names = list(names)
     if engine is None or not names:
@@ -217,43 +218,9 @@ def training_storages(engine: Any | None, names: Iterable[str]) -> dict[str, tor
                 found[whole] = weights[name]
         elif name in fragments:
             part = fragments[name]
-            kept = part.flat if kind == MASTER else state[part.flat][kind]
-            found[whole] = _line(kept).narrow(0, part.offset, part.stored)
+            kept = part.flat if kind == MASTER else None if spare is None else spare.of(part.flat, kind)
+            found[whole] = _line(state[part.flat][kind] if kept is None else kept).narrow(0, part.offset, part.stored)
     return found
-
-
-def _wanted_states(engine: Any, wanted: Mapping[str, Any]) -> Iterable[tuple[torch.Tensor, Any, str, torch.dtype]]:
-    """Each tensor of state that ``wanted`` (``expected_fields``) asks for: master, its states, the state, its dtype."""
-    held = {id(part.flat): part.name for part in master_fragments(engine)}
-    for (flat, state), names in zip(state_tensors(engine), wanted["homes"], strict=True):
-        first = names[0] if names else held.get(id(flat), "")
-        for key, dtypes in wanted["per_weight"].items():
-            if first in dtypes:
-                yield flat, state, key, getattr(torch, dtypes[first])
-
-
-def _fits(flat: torch.Tensor, kept: Any, dtype: torch.dtype) -> bool:
-    return isinstance(kept, torch.Tensor) and kept.shape == flat.shape and kept.dtype == dtype
-
-
-def missing_bytes(engine: Any | None, wanted: Mapping[str, Any]) -> int:
-    """Bytes that ``allocate_missing`` will allocate on this rank."""
-    if engine is None:
-        return 0
-    return sum(
-        flat.numel() * ITEMSIZE[str(dtype).removeprefix("torch.")]
-        for flat, state, key, dtype in _wanted_states(engine, wanted)
-        if not _fits(flat, state.get(key), dtype)
-    )
-
-
-def allocate_missing(engine: Any, wanted: Mapping[str, Any]) -> None:
-    """Give the optimizer the states of one value per weight that it lacks (zeros), so that they can be moved into.
-    Local; nothing that was there is written."""
-    state = base_optimizer(engine).state
-    for flat, _, key, dtype in list(_wanted_states(engine, wanted)):
-        if not _fits(flat, state[flat].get(key), dtype):
-            state[flat][key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
 
 
 def zero_filled(engine: Any | None, wanted: Mapping[str, Any]) -> None:
@@ -263,8 +230,11 @@ def zero_filled(engine: Any | None, wanted: Mapping[str, Any]) -> None:
 
 
 def prepare(engine: Any, wanted: Mapping[str, Any]) -> None:
-    """``allocate_missing`` and ``zero_filled``: all that a state needs before it is moved into the engine. Local."""
-    allocate_missing(engine, wanted)
+    """Give the optimizer the states that it lacks, zeros, and zeros to the parameters whose state did not exist before:
+    all that is needed before a state is moved into the engine. Local."""
+    spare = SpareStates()
+    spare.allocate(engine, wanted)
+    spare.attach(engine)
     zero_filled(engine, wanted)
 
 

@@ -40,11 +40,11 @@ from relaymeter.relayout.announce import Assembly
 from relaymeter.relayout.engines import MASTER
 from relaymeter.relayout.layout import Layout, TensorSpec
 from relaymeter.relayout.release import filled
+from relaymeter.relayout.spare_states import missing_bytes
 from relaymeter.relayout.training_fields import write_fields
 from relaymeter.relayout.training_match import expected_fields
 from relaymeter.relayout.training_state import (
     TrainingState,
-    missing_bytes,
     prepare,
     read_together,
     refresh_from_masters,

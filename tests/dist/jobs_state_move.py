@@ -126,7 +126,15 @@ def prepared(seat: Seat) -> dict[str, Any]:
     step(first)
     timing = move.run(prove=True)
     found["carried"] = [move.verify().ok, differing(first, second), timing.allocated_bytes]
-    found["later"] = move.run().allocated_bytes
+    step(first)
+    next_move = move.prepare()
+    found["later"] = [move.verify().ok, next_move, move.run().allocated_bytes]
+    third = built(seat, 2, (0, 3), 4)
+    onwards = TrainingStateMove(second, third)
+    found["fresh"] = onwards.prepare()
+    step(third)  # as if nothing were prepared
+    onwards.run()
+    found["trained between"] = [onwards.verify().ok, differing(second, third)]
     if second is not None:
         second.backward(second(torch.full((2, 5), 0.5, dtype=torch.bfloat16)))
     found["refused"] = refusal(move.prepare)

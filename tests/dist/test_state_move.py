@@ -30,7 +30,9 @@ def test_a_move_can_be_prepared_while_the_source_trains_on(ranks: Any) -> None:
         assert [each["allocated"], each["again"]] == [share, share]
         assert each["untouched"]
         assert each["carried"] == [True, [], share]
-        assert each["later"] == 0
+        assert each["later"] == [True, 0, 0]  # what was read for the next move is not held against the last one
+        assert each["fresh"] == (2 * 30 * 4 if rank in (0, 3) else 0)
+        assert each["trained between"] == [True, []]
         assert "gradients wait for a step" in each["refused"]
 
 

@@ -70,7 +70,8 @@ class Assembly:
         return found
 
     def announce(self, value: Any | None, what: str) -> Any | None:
-        """The ``value`` of the lowest rank that has one (not None), on every rank; None where none has.
+        """The ``value`` of the lowest rank that has one (not None), on every rank, its dicts in that rank's order; None
+        where none has.
 
         Raises PlanDisagreement on every rank where two have different values, naming ``what``, the two ranks and the
         places that differ.
@@ -80,18 +81,20 @@ class Assembly:
     def announce_beside(
         self, value: Any | None, what: str, numbers: Sequence[int], refusal: Exception | None = None
     ) -> tuple[Any | None, NDArray[np.int64]]:
-        """``announce`` and ``numbers`` in one exchange, two where a rank has no value of its own."""
+        """``announce`` and ``numbers`` in one exchange, two where a rank has no value of its own or its dicts in
+        another order."""
         text = "" if value is None else json.dumps(value)
-        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()  # dicts have no order
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()  # equal in any order of dicts
         words = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 32, 8)]
-        table = self.numbers([len(text.encode()), *words, *numbers], refusal)
-        heads, beside = table[:, :5], table[:, 5:]
+        order = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+        table = self.numbers([len(text.encode()), *words, order, *numbers], refusal)
+        heads, orders, beside = table[:, :5], table[:, 5], table[:, 6:]
         having = np.flatnonzero(heads[:, 0])
         if not len(having):
             return None, beside
         first = int(having[0])
         others = [int(rank) for rank in having if (heads[rank, 1:] != heads[first, 1:]).any()]
-        if not others and len(having) == len(heads):
+        if not others and (orders == orders[first]).all():
             return json.loads(text), beside
         told = json.loads(self._broadcast(text, first, int(heads[first, 0])))
         if others:

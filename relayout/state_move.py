@@ -374,7 +374,7 @@ class TrainingStateMove:
         return [storage.data_ptr() for held in (source, destination) for storage in held.values()]
 
     def _compile(self, ranks: Assembly) -> Mover:
-        """Make the mover over both engines' storages, and over spare ones for what the destination's optimizer lacks."""
+        """Make the mover over both engines' storages, and spare ones for what the destination's optimizer lacks."""
 
         def storages() -> list[dict[str, torch.Tensor]]:
             self._allocated += self._spare.allocate(self._destination, self._wanted)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from engine_models import Block, Decayed, Varied, autotp, decay_groups, model_of
 from jobs_engines import bits, config, engine_over, refusal, train, whole_block, whole_masters, whole_weights
 from pool import Seat
 
+from relaymeter.harness.compare_ends import check_digests, engine_digests
 from relaymeter.harness.paths.universal import through_universal
 
 WIDTHS = {Varied: 5, Block: 8, Decayed: 8}
@@ -188,6 +191,20 @@ def whole_world(seat: Seat, folder: str) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def states_in_an_order_of(rank: int) -> Iterator[None]:
+    """DeepSpeed enters the states that it loads in the order of a set: here in another one on every other rank."""
+    import deepspeed.runtime.base_optimizer as loader
+
+    enter = loader.map_to_flat_opt_states
+
+    def ordered(flat: Any, params: Any, state: Any, keys: set[str]) -> None:
+        enter(flat, params, state, sorted(keys, reverse=rank % 2 == 1))
+
+    with mock.patch.object(loader, "map_to_flat_opt_states", ordered):
+        yield
+
+
 def universal(
     seat: Seat,
     source: list[Any],
@@ -219,11 +236,15 @@ def universal(
     if engine is not None:
         trained(engine, kind, dtype, source[1].index(seat.rank) // source[2])
     arrived: list[Any] = []
-    text = refusal(
-        lambda: arrived.append(through_universal(engine, lambda extra: build(destination, 2, extra), folder))
-    )
+    with states_in_an_order_of(seat.rank):
+        text = refusal(
+            lambda: arrived.append(through_universal(engine, lambda extra: build(destination, 2, extra), folder))
+        )
     other = arrived[0] if arrived else None
     found["refused"] = text
+    if text == "no error":
+        wanted = {name: copies[0] for name, copies in engine_digests(engine).items()}
+        found["digests"] = check_digests(wanted, engine_digests(other), weights_only=False)
     names = "weights", "master", *ADAM
     for side, one in (("source", engine), ("destination", other)):
         if one is not None and text == "no error":

@@ -88,6 +88,7 @@ def test_a_later_engine_over_the_world_saves_as_usual(pool: RankPool, tmp_path: 
     [
         ([3, EVERY, 1], [3, [0, 1], 1], {"dtype": "bfloat16"}),
         ([2, [1, 2], 1], [1, EVERY, 1], {"dtype": "float16"}),
+        ([1, [0], 1], [1, EVERY, 1], {}),  # no rank is left out, so that each reads its own engine's states
         ([1, EVERY, 2], [1, [2, 3], 1], {}),
         ([3, EVERY, 2], [3, [0, 1], 2], {}),
     ],
@@ -99,6 +100,9 @@ def test_a_universal_checkpoint_brings_the_training_state(
     for rank, one in enumerate(pool.call("jobs_checkpoint:universal", limit_s=LIMIT_S, **arguments)):
         assert one["refused"] == "no error"
         assert one["left"] == []
+        passed, total, mismatch = one["digests"]
+        assert mismatch is None
+        assert passed == total >= 16
         if rank in destination[1]:
             assert one["different"] == one["fields"] == []
             assert one["compared"]["exp_avg"] == one["compared"]["master"] >= 4

@@ -17,17 +17,18 @@ import ipaddress
 import os
 import re
 import secrets
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from relaymeter.errors import InputError, RelaymeterError
+from relaymeter.harness.processes import pid_namespace, start_of
+from relaymeter.harness.signals import EndingSignal, ending_signals, held_signals
 
 __all__ = [
     "BOX_ALIAS",
@@ -72,10 +73,6 @@ _IP_TCP_BYTES = 52  # IPv4 20, TCP 20, timestamps 12
 
 class BoxUnavailable(InputError):
     """This machine cannot make a box; the message says why and what would mend it."""
-
-
-class EndingSignal(SystemExit):
-    """SIGTERM or SIGHUP came; ``code`` is 128 + the signal, what a shell would report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +154,7 @@ class Box:
 
     def __init__(self, spec: BoxSpec) -> None:
         self.spec = spec
-        self.name = f"relaymeter-{_pid_namespace()}-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(3)}"
+        self.name = f"relaymeter-{pid_namespace()}-{os.getpid()}-{start_of(os.getpid())}-{secrets.token_hex(3)}"
         self.places: tuple[Place, ...] = ()
         self._made: list[str] = []
         self._signals = ExitStack()
@@ -170,17 +167,17 @@ class Box:
     def __enter__(self) -> Box:
         self._signals.enter_context(ending_signals())
         try:
-            with _held_signals():
+            with held_signals():
                 remove_leftovers()
                 self._set_up()
         except BaseException:
-            with self._signals, _held_signals():
+            with self._signals, held_signals():
                 self._tear_down()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with self._signals, _held_signals():
+        with self._signals, held_signals():
             kept = self._tear_down()
         if kept and error is None:
             raise RelaymeterError("could not remove network namespaces: " + "; ".join(kept))
@@ -275,51 +272,11 @@ def remove_leftovers() -> tuple[str, ...]:
     gone = []
     for name in sorted(os.listdir(_NAMESPACES)):
         match = _NAME.fullmatch(name)
-        if match is None or match.group(1) != _pid_namespace():
+        if match is None or match.group(1) != pid_namespace():
             continue
-        if _start_time(int(match.group(2))) != match.group(3) and not _remove(name):
+        if start_of(int(match.group(2))) != match.group(3) and not _remove(name):
             gone.append(name)
     return tuple(gone)
-
-
-@contextmanager
-def ending_signals() -> Iterator[None]:
-    """While open, SIGTERM and SIGHUP raise EndingSignal in the main thread, so that contexts are closed.
-
-    Handlers that somebody else installed stay. Outside the main thread nothing changes.
-    """
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise EndingSignal(128 + number)
-
-    changed: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (int(signal.SIGTERM), int(signal.SIGHUP)):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                changed[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, before in changed.items():
-            signal.signal(number, before)
-
-
-@contextmanager
-def _held_signals() -> Iterator[None]:
-    """Hold Ctrl-C, SIGTERM and SIGHUP back until the block has ended, so that it is never cut in the middle."""
-    came: list[int] = []
-    held: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGHUP)):
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                held[number] = signal.signal(number, lambda got, _: came.append(got))
-    try:
-        yield
-    finally:
-        for number, before in held.items():
-            signal.signal(number, before)
-        for number in came:
-            signal.raise_signal(number)
 
 
 @contextmanager
@@ -447,20 +404,3 @@ def _remove(name: str) -> list[str]:
     except OSError as error:
         return [f"{name}: {error}"]
     return []
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(os.stat("/proc/self/ns/pid").st_ino)
-    except OSError:
-        return "0"
-
-
-def _start_time(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot; None where there is none. With the pid it names a process."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else fields[19]

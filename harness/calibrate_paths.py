@@ -20,13 +20,14 @@ from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import EXIT_OK, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import compare_emit, emit
 from relaymeter.harness.commands_ranks import is_shaped
-from relaymeter.harness.compare_change import INTERRUPTED, Making, make_change, state_bytes
+from relaymeter.harness.compare_change import Making, make_change, state_bytes
 from relaymeter.harness.compare_config import CompareChange, CompareScenario
 from relaymeter.harness.compare_prices import HELD_OUT
 from relaymeter.harness.compare_storage import Storage, check_room, find_storages
 from relaymeter.harness.jobs import ClusterConfig
 from relaymeter.harness.launch import WorldHint
 from relaymeter.harness.results import machine_id, make_stamp
+from relaymeter.harness.signals import INTERRUPTED
 from relaymeter.harness.state_config import GLOBAL_BATCH, EngineConfig, TrainingConfig
 from relaymeter.harness.verdict import judge_comparison
 from relaymeter.policies.path_costs import PathCosts, fit_path_costs

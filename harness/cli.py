@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from relaymeter import __version__
@@ -25,6 +26,7 @@ from relaymeter.harness.options_run import add_run
 from relaymeter.harness.options_soak import add_soak
 from relaymeter.harness.options_track import add_track
 from relaymeter.harness.options_validate import add_validate
+from relaymeter.harness.signals import EndingSignal, ending_signals, exit_code
 
 __all__ = ["build_parser", "main"]
 
@@ -73,8 +75,22 @@ def _speaker() -> str:
     """Who speaks: nothing for one process or rank 0, the rank for the others of a world that was joined."""
     from relaymeter.harness.launch import already_in_world
 
-    hint = already_in_world()
+    try:
+        hint = already_in_world()
+    except RelaymeterError:  # which may be what is said
+        return ""
     return f"[rank {hint.rank}] " if hint is not None and hint.rank else ""
+
+
+def _joins_a_world() -> bool:
+    """Whether this process is a rank that a launcher has started. Its SIGTERM has to end it at once, whatever call it
+    waits in, so the signal stays as it is."""
+    from relaymeter.harness.launch import already_in_world
+
+    try:
+        return already_in_world() is not None
+    except RelaymeterError:  # said by the commands that need ranks
+        return False
 
 
 def _open_streams() -> None:
@@ -104,14 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_unknown_command(parser, arguments)
         parsed = parser.parse_args(arguments)
         module, function = parsed.handler
-        handler = getattr(importlib.import_module(f"relaymeter.harness.{module}"), function)
-        return int(handler(parsed))
+        with nullcontext() if _joins_a_world() else ending_signals():
+            handler = getattr(importlib.import_module(f"relaymeter.harness.{module}"), function)
+            return int(handler(parsed))
     except RelaymeterError as error:
         print(f"{_speaker()}relaymeter: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EndingSignal) as stop:
         print("relaymeter: interrupted", file=sys.stderr)
-        return 130
+        return exit_code(stop)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK

@@ -29,10 +29,10 @@ from relaymeter.harness.commands_ranks import (
     work_together,
 )
 from relaymeter.harness.commands_simulated import calibrated, first_line, refuse_rank_options, simulated_executors
-from relaymeter.harness.compare_change import INTERRUPTED
 from relaymeter.harness.config import check as check_config
 from relaymeter.harness.jobs import CalibrateJob, CheckJob, ClusterConfig
 from relaymeter.harness.launch import already_in_world
+from relaymeter.harness.signals import INTERRUPTED
 from relaymeter.harness.simulated import load_preset
 from relaymeter.harness.simulated_profile import simulated_facts
 from relaymeter.policies.price import Pricer

@@ -29,9 +29,10 @@ from relaymeter.harness.commands_ranks import (
     shapeable,
     write_all,
 )
-from relaymeter.harness.compare_change import INTERRUPTED, Making, make_change, state_bytes
+from relaymeter.harness.compare_change import Making, make_change, state_bytes
 from relaymeter.harness.compare_config import CompareScenario
 from relaymeter.harness.compare_joined import joined, work_storage
+from relaymeter.harness.compare_journal import finished_rows, keep_rows
 from relaymeter.harness.compare_prices import open_path_costs, price_lines, with_prices
 from relaymeter.harness.compare_storage import Storage, check_room, find_storages
 from relaymeter.harness.config import nearest
@@ -39,13 +40,13 @@ from relaymeter.harness.jobs import ClusterConfig, Fault
 from relaymeter.harness.launch import WorldHint, already_in_world
 from relaymeter.harness.results import keep_results, machine_id, make_stamp, named_files
 from relaymeter.harness.scenario import load_any
+from relaymeter.harness.signals import INTERRUPTED, EndingSignal, exit_code, held_signals
 from relaymeter.harness.verdict import judge_comparison
 from relaymeter.policies.path_costs import PathCosts
-from relaymeter.records import check_target, dump_lines, write_text
-from relaymeter.row_files import read_rows
+from relaymeter.records import check_target, dump_lines
 from relaymeter.units import counted, format_bytes, format_seconds
 
-__all__ = ["compare", "finished_rows"]
+__all__ = ["compare"]
 
 _LIMIT_S = 1800.0
 
@@ -82,9 +83,20 @@ def compare(args: argparse.Namespace) -> int:
             f"{counted(len(others), 'row')} of other changes or launches stay in {args.journal}, and are not tabled"
         )
     rows = _priced(kept, costs)
+    try:
+        code = _make_all(args, making, costs, rows, out)
+    except (KeyboardInterrupt, EndingSignal) as stop:  # while no ranks run
+        code = exit_code(stop)
+    return _report(args, making, costs, rows, code, begin, files, out)
+
+
+def _make_all(
+    args: argparse.Namespace, making: Making, costs: PathCosts | None, rows: list[CompareRecord], out: emit.Output
+) -> int:
+    """Make every change that ``rows`` lack in every launch, and add to them as each has ended. Returns an exit code."""
     code = EXIT_OK
     for launch in range(1, args.launches + 1):
-        for change in scenario.changes:
+        for change in making.scenario.changes:
             if any(row.change == change.name and row.launch == launch for row in rows):
                 out.say(f"{change.name}, launch {launch}: in {args.journal} already")
                 continue
@@ -93,19 +105,17 @@ def compare(args: argparse.Namespace) -> int:
                 continue
             number = f" (launch {launch} of {args.launches})" if args.launches > 1 else ""
             out.say(f"{change.name}: {change.source.label} -> {change.end.label}{number}")
-            try:
-                ended, made = make_change(making, change, launch, out)
-            except KeyboardInterrupt:  # while no ranks run
-                ended, made = INTERRUPTED[0], []
+            ended, made = make_change(making, change, launch, out)
             if ended in INTERRUPTED:
-                return _report(args, making, costs, rows, ended, begin, files, out)
+                return ended
             code = code or ended
             made = _priced(made, costs)
+            with held_signals():
+                rows += made
+                _keep_journal(args.journal, made, making)
             for row in made:
                 out.say(compare_emit.row_text(row))
-            rows += made
-            _keep_journal(args.journal, [*others, *rows])
-    return _report(args, making, costs, rows, code, begin, files, out)
+    return code
 
 
 def _selected(args: argparse.Namespace) -> CompareScenario:
@@ -169,41 +179,11 @@ def _cluster(args: argparse.Namespace, scenario: CompareScenario, out: emit.Outp
     return shapeable(found, out)
 
 
-def finished_rows(
-    journal: Path | None, making: Making, launches: int
-) -> tuple[list[CompareRecord], list[CompareRecord]]:
-    """Rows of the changes that an earlier run of the same comparison has made in the first ``launches``, and the
-    journal's other rows: of changes and launches that are not asked for. Those of a change in which a path failed are
-    in neither: it is made again. Raises InputError where they are of another comparison."""
-    if journal is None or not journal.exists():
-        return [], []
-    rows: list[CompareRecord] = []
-    others: list[CompareRecord] = []
-    for row in read_rows(journal):
-        if not isinstance(row, CompareRecord):
-            raise InputError(f"--journal {journal} holds rows of other commands: give another file")
-        for key, now in (("scenario", making.scenario.name), ("machine_id", making.stamp.machine_id),
-                         ("commit", making.stamp.commit)):  # fmt: skip
-            if getattr(row, key) != now:
-                raise InputError(
-                    f"--journal {journal} holds rows of {key} {getattr(row, key)}, this is {now}: give another file"
-                )
-        change = next((change for change in making.scenario.changes if change.name == row.change), None)
-        if change is not None and row.setting != making.setting(change):
-            raise InputError(
-                f"--journal {journal} holds rows of another comparison of {row.change}: training, engines, --paths, "
-                "--storage, ranks or --nic were others; give another file, or the same options"
-            )
-        (others if change is None or row.launch > launches else rows).append(row)
-    again = {(row.change, row.launch) for row in rows if row.verdict == "failed"}
-    return [row for row in rows if (row.change, row.launch) not in again], others
-
-
-def _keep_journal(journal: Path | None, rows: Sequence[CompareRecord]) -> None:
-    """Write the journal; where that fails, say so and go on: tables and files still come at the end."""
+def _keep_journal(journal: Path | None, made: Sequence[CompareRecord], making: Making) -> None:
+    """Add to the journal; where that fails, say so and go on: tables and files still come at the end."""
     try:
         if journal is not None:
-            write_text(journal, dump_lines(rows), force=True)
+            keep_rows(journal, made, making)
     except (OSError, InputError) as error:
         print(f"relaymeter: --journal {journal} was not written: {error}", file=sys.stderr)
 

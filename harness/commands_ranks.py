@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from relaymeter.calibration.profiles import Profile, differences
 from relaymeter.calibration.profiles import load as load_profile
 from relaymeter.errors import EXIT_OK, EXIT_RANK_LOST, EXIT_TIME_LIMIT, EXIT_USAGE, InputError, RelaymeterError
 from relaymeter.harness import emit
+from relaymeter.harness.job_folder import JobFolder
 from relaymeter.harness.jobs import ClusterConfig, Job, dump
 from relaymeter.harness.launch import ClusterSpec, LaunchResult, WorldHint, launch, visible_gpus
 from relaymeter.records import dump_json, load_json, write_text
@@ -246,36 +246,30 @@ def work_together(
         kept: list[Mapping[str, Any]] = []
         code = work(job, out.say, kept.append, joined=True, on_error=on_error)
         return code, kept[-1] if kept else None
-    folder = Path(tempfile.mkdtemp(prefix="relaymeter-"))
-    job_path, result_path = folder / "job.json", folder / "result.json"
-    write_text(job_path, dump_json(dump(job)))
     path = (
         f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"  # ninja stands beside python
     )
-    scratch = folder / "tmp"  # a rank that is killed leaves its temporary files here
-    scratch.mkdir()
-    try:
+    with JobFolder() as place:
+        job_path, result_path = place.folder / "job.json", place.folder / "result.json"
+        write_text(job_path, dump_json(dump(job)))
         result = launch(
             [str(job_path), str(result_path)],
             _spec(cluster),
             time_limit_s=job.time_limit_s,
-            log_dir=folder,
+            log_dir=place.folder,
             env={
                 "PATH": path,
-                "TMPDIR": str(scratch),
+                "TMPDIR": str(place.scratch),  # a rank that is killed leaves its temporary files here
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             },
         )
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    code = result.exit_code
-    if result.interrupted:
-        out.say("interrupted: all ranks have been ended")
-    found = load_json(result_path, "result") if result_path.exists() else None
-    if code != EXIT_OK and on_error is not None:
-        on_error(first_error(result))
-    if code == EXIT_OK and found is None:
-        raise InputError(f"the ranks ended well but rank 0 left no result; logs in {folder}")
-    if code == EXIT_OK or result.interrupted:
-        shutil.rmtree(folder, ignore_errors=True)
+        code = result.exit_code
+        if result.interrupted:
+            out.say("interrupted: all ranks have been ended")
+        found = load_json(result_path, "result") if result_path.exists() else None
+        if code != EXIT_OK and on_error is not None:
+            on_error(first_error(result))
+        if code == EXIT_OK and found is None:
+            raise InputError(f"the ranks ended well but rank 0 left no result; logs in {place.folder}")
+        place.done = code == EXIT_OK or result.interrupted
     return code, found

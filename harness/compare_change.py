@@ -34,10 +34,10 @@ from relaymeter.harness.jobs import ClusterConfig, CompareLoad, CompareLoadJob, 
 from relaymeter.harness.launch import visible_gpus
 from relaymeter.harness.models import weight_specs
 from relaymeter.harness.paths.refit_changes import unsuited
+from relaymeter.harness.signals import INTERRUPTED
 from relaymeter.units import format_seconds
 
 __all__ = [
-    "INTERRUPTED",
     "MOVE_LIMIT_S",
     "Making",
     "convert",
@@ -52,9 +52,7 @@ __all__ = [
 
 #: Limit of one move, in seconds.
 MOVE_LIMIT_S = 120.0
-#: Exit codes of a world that was interrupted: 128 and the signal's number.
-INTERRUPTED = (130, 143)
-#: A folder of the ranks' own files, as ``work_together`` makes it.
+#: A folder of the ranks' own files, as ``JobFolder`` makes it.
 _TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/relaymeter-[a-z0-9_]{{8}}/")
 
 

@@ -18,6 +18,12 @@ __all__ = ["NO_TRAINING_STATE", "CompareChange", "CompareScenario", "ReplicaConf
 NO_TRAINING_STATE = (
     "DeepSpeed loads a universal checkpoint into training engines only, and copies for inference are none"
 )
+#: Models whose inference copies are not made here, and what to do.
+_NO_COPIES = {
+    "moe": "the engine and a copy hold the experts of a layer in other tensors; give a destination, or another model, "
+    "such as 'blocks'",
+    "qwen3": "run --scenario moves such copies; take another model here, such as 'blocks'",
+}
 
 
 class ReplicaConfig(Config):
@@ -99,6 +105,11 @@ class CompareScenario(Config):
         if twice:
             raise ValueError(f"two [[changes]] are named {twice[0]!r}: give each a name of its own")
         for change in self.changes:
+            if change.replicas is not None and self.training.model in _NO_COPIES:
+                raise ValueError(
+                    f"change {change.name}: replicas of training.model {self.training.model!r}: "
+                    f"{_NO_COPIES[self.training.model]}"
+                )
             for engine in (change.source, change.destination):
                 if engine is not None:
                     engine.check_training(self.training, f"change {change.name}")

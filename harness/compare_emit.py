@@ -13,6 +13,7 @@ from rich.table import Table
 from relaymeter.compare_records import PHASES, CompareRecord
 from relaymeter.harness.compare_prices import error_text
 from relaymeter.harness.emit import NONE, simple_table, size_text, time_text
+from relaymeter.harness.report_figures import by_launch, figure, over
 
 __all__ = ["comparison_lines", "comparison_tables", "row_text"]
 
@@ -83,9 +84,8 @@ def _cells(rows: Sequence[CompareRecord], base: Sequence[CompareRecord], priced:
         return time_text(median(lambda row: next((row.phases[name] for name in names if name in row.phases), None)))
 
     def ratio(read: Callable[[CompareRecord], float | None]) -> str:
-        ours = [value for value in map(read, base) if value]
-        theirs = median(read)
-        return NONE if not ours or theirs is None or first.moves_part else f"{theirs / statistics.median(ours):.3g}x"
+        ours, theirs = (figure(by_launch((row, read(row)) for row in rows)) for rows in (base, timed))
+        return NONE if first.moves_part else over(theirs, ours)
 
     passed, total = sum(row.digest_passed for row in rows), sum(row.digest_total for row in rows)
     pause, predicted = median(lambda row: row.pause_s), median(lambda row: row.predicted_pause_s)

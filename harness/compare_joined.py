@@ -38,7 +38,7 @@ from relaymeter.harness.page_cache import file_system
 from relaymeter.records import dump_json, load_json, write_text
 from relaymeter.units import counted
 
-__all__ = ["joined", "work_storage"]
+__all__ = ["joined", "joined_world", "work_storage"]
 
 #: What rows call the folder between the two commands.
 _STORAGE = "work"
@@ -119,9 +119,14 @@ def _second(
     rows = rows_of(
         scenario, scenario.changes[0], facts, stamp=making.stamp, launch=1, nodes=told["nodes"], paths=making.paths,
         storages={storage.name: storage.filesystem}, caches={storage.name: storage.caches},
-        cluster=f"a world of {told['nodes']} nodes that was joined", setting=making.setting(scenario.changes[0]),
+        cluster=joined_world(told["nodes"]), setting=making.setting(scenario.changes[0]),
     )  # fmt: skip
     return code, rows
+
+
+def joined_world(nodes: int) -> str:
+    """What rows call the cluster of a world that a launcher made. Pure."""
+    return f"a world of {counted(nodes, 'node')} that was joined"
 
 
 def _identity(scenario: CompareScenario) -> dict[str, Any]:

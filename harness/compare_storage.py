@@ -3,14 +3,17 @@
     storages = find_storages([("disk", "/var/tmp")])
     with Workplace(storages) as places:                     # {"disk": a fresh folder}
 
-A folder's name says which process made it, so that what a killed one left is found and removed by the next.
+A folder's name says which process of which machine made it, so that the next one there finds and removes what a killed
+one left. What another machine, or another container, has made stays: whether it still runs cannot be seen from here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,16 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from relaymeter.errors import InputError
 from relaymeter.harness.page_cache import MEMORY, file_system
-from relaymeter.units import format_bytes
+from relaymeter.harness.processes import has_ended, own_mark
+from relaymeter.harness.signals import held_signals
+from relaymeter.units import counted, format_bytes
 
 __all__ = ["Storage", "Workplace", "check_room", "find_storages", "folder_bytes"]
 
 Cache = Literal["warm", "cold"]
 _PREFIX = "relaymeter-compare-"
+#: Machine (see ``_machine``) and process (see ``own_mark``) that made a folder, and what is random.
+_NAME = re.compile(rf"{_PREFIX}([0-9a-f]{{8}})-(\d+-\d+-\d+)-\w+")
 #: A save, its universal form, what the converter writes on the way, and the other checkpoint, over the state's bytes.
 _COPIES = 5
 #: Room that the checkpoints of any state need, for all their small files, in bytes.
@@ -73,7 +78,10 @@ def find_storages(asked: Sequence[tuple[str, str]] | None) -> tuple[Storage, ...
 
 
 def check_room(storages: Sequence[Storage], state_bytes: int) -> None:
-    """Raise InputError where a storage has no room for the checkpoints of a state of so many bytes."""
+    """Raise InputError where a storage has no room for the checkpoints of a state of so many bytes. First removes what
+    killed processes have left there."""
+    for storage in storages:
+        _remove_abandoned(storage.folder)
     devices = [os.stat(storage.folder).st_dev for storage in storages]
     for storage, device in zip(storages, devices, strict=True):
         needed = devices.count(device) * max(_COPIES * state_bytes, _LEAST_ROOM)
@@ -82,7 +90,19 @@ def check_room(storages: Sequence[Storage], state_bytes: int) -> None:
             raise InputError(
                 f"--storage {storage.name}={storage.folder}: {format_bytes(free)} are free, the checkpoints of one "
                 f"change there take up to {format_bytes(needed)}: free some, or give another folder"
+                f"{_left_by_others(storage.folder)}"
             )
+
+
+def _left_by_others(folder: Path) -> str:
+    """What lies in ``folder`` of checkpoints that other machines or users have made, for the end of an error."""
+    found = sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir() and not path.is_symlink())
+    if not found:
+        return ""
+    size = ""
+    with suppress(OSError):  # another command removes its own meanwhile
+        size = f" hold {format_bytes(sum(map(folder_bytes, found)))}"
+    return f"; {counted(len(found), 'folder')} {_PREFIX}* there{size}: remove those whose command no longer runs"
 
 
 def folder_bytes(folder: Path) -> int:
@@ -98,30 +118,39 @@ class Workplace:
         self._made: dict[str, Path] = {}
 
     def __enter__(self) -> dict[str, Path]:
-        own = psutil.Process()
-        for storage in self._storages:
-            _remove_abandoned(storage.folder)
-            prefix = f"{_PREFIX}{own.pid}-{int(own.create_time())}-"
-            self._made[storage.name] = Path(tempfile.mkdtemp(prefix=prefix, dir=storage.folder))
+        prefix = f"{_PREFIX}{_machine()}-{own_mark()}-"
+        try:
+            for storage in self._storages:
+                _remove_abandoned(storage.folder)
+                with held_signals():
+                    self._made[storage.name] = Path(tempfile.mkdtemp(prefix=prefix, dir=storage.folder))
+        except BaseException:
+            self._remove()
+            raise
         return dict(self._made)
 
     def __exit__(self, *_: object) -> None:
-        for folder in self._made.values():
-            shutil.rmtree(folder, ignore_errors=True)
+        self._remove()
+
+    def _remove(self) -> None:
+        with held_signals():
+            for folder in self._made.values():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _machine() -> str:
+    """What tells this machine, or container, from others that reach the same storage."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the folders of processes that are gone. Others' that cannot be removed stay."""
+    """Remove the folders of processes of this machine and user that are gone; those that cannot be removed stay."""
     for path in folder.glob(f"{_PREFIX}*"):
-        named = re.fullmatch(rf"{_PREFIX}(\d+)-(\d+)-\w+", path.name)
-        if named is None or path.is_symlink() or not path.is_dir():
+        named = _NAME.fullmatch(path.name)
+        if named is None or named[1] != _machine() or path.is_symlink() or not path.is_dir():
             continue
-        pid, begun = int(named[1]), int(named[2])
-        with suppress(psutil.NoSuchProcess):
-            if int(psutil.Process(pid).create_time()) == begun:
-                continue
         with suppress(OSError):
-            if path.stat().st_uid == os.getuid():
+            if path.stat().st_uid == os.getuid() and has_ended(named[2]):
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -44,6 +44,7 @@ __all__ = [
     "SuiteConfig",
     "Whole",
     "check",
+    "named",
     "nearest",
     "read_toml",
     "toml_entry",
@@ -109,10 +110,13 @@ def _sources(value: Any) -> Any:
     return tuple(names)
 
 
+_NAME = "1 to 100 letters, digits, '.', '_' or '-', the first one no '.'"
+
+
 def _name(value: Any) -> Any:
     """Names stand in tables, in records and in names of folders."""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", value):
-        raise ValueError("give 1 to 100 letters, digits, '.', '_' or '-', the first one no '.'")
+        raise ValueError(f"give {_NAME}")
     return value
 
 
@@ -331,7 +335,22 @@ def read_toml(path: Path, model: type[_Model], **defaults: Any) -> _Model:
 
     Raises InputError (missing, malformed, unknown key, bad value).
     """
-    return check(model, {**defaults, **toml_entry(path)}, str(path))
+    entry = toml_entry(path)
+    return check(model, {**defaults, **(named(path, entry) if "name" in defaults else entry)}, str(path))
+
+
+def named(path: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """``entry``, the tables of the file at ``path``, with the file's name where it gives none. Raises InputError where
+    that is no name."""
+    if "name" not in entry:
+        try:
+            _name(path.stem)
+        except ValueError as error:
+            raise InputError(
+                f"{path}: name = {path.stem!r}, which is the file's, is no name ({_NAME}): give the file another, or a "
+                'name in it, such as name = "mine"'
+            ) from error
+    return {"name": path.stem, **entry}
 
 
 def toml_entry(path: Path) -> dict[str, Any]:

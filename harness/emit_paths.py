@@ -9,6 +9,7 @@ from rich.table import Table
 
 from relaymeter.harness.compare_prices import HELD_OUT
 from relaymeter.harness.emit import NONE, simple_table, size_text, time_text
+from relaymeter.harness.report_figures import ratio_text
 from relaymeter.policies.path_costs import PathPrice
 from relaymeter.policies.path_scaling import PathCell, PathScaling
 from relaymeter.units import counted, format_bytes
@@ -48,7 +49,7 @@ def _cell_text(cell: PathCell) -> str:
 
 
 def _times(price: PathPrice, first: PathPrice) -> str:
-    return f"{price.pause_s / first.pause_s:.3g}x" if first.pause_s else NONE
+    return ratio_text(price.pause_s, first.pause_s)
 
 
 def path_lines(scaling: PathScaling) -> list[str]:

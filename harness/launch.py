@@ -31,8 +31,9 @@ from relaymeter.errors import (
     EXIT_WRONG_BITS,
     InputError,
 )
-from relaymeter.harness.box import Box, BoxSpec, BoxUnavailable, EndingSignal, Place, ending_signals
+from relaymeter.harness.box import Box, BoxSpec, BoxUnavailable, Place
 from relaymeter.harness.processes import end_offspring, state_of
+from relaymeter.harness.signals import EndingSignal, ending_signals, exit_code
 
 __all__ = [
     "PLACE_VARIABLE",
@@ -245,7 +246,7 @@ def launch(
                 on_started(running.pids)
             timed_out = running.wait(began + time_limit_s, grace_s)
         except (KeyboardInterrupt, EndingSignal) as stop:
-            interrupted = int(str(stop.code)) if isinstance(stop, EndingSignal) else 130
+            interrupted = exit_code(stop)
             timed_out = False
             if running is not None:
                 running.end_all()

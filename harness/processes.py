@@ -1,6 +1,7 @@
-"""What /proc says of processes: their state, and all that one of them has started.
+"""What /proc says of processes: their state, all that one of them has started, and whether one is gone.
 
 ``end_offspring(pid)`` kills every process that the leader of a session has started, in whatever process group.
+``own_mark()`` names this process for good, in a file or in the name of a folder; ``has_ended(mark)`` asks later.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["end_offspring", "state_of"]
+__all__ = ["end_offspring", "has_ended", "own_mark", "pid_namespace", "start_of", "state_of"]
 
 
 def end_offspring(root: int) -> bool:
@@ -54,6 +55,33 @@ def state_of(pid: int) -> str:
     """State letter of a process. Empty where there is none."""
     process = _process(pid)
     return "" if process is None else process.state
+
+
+def start_of(pid: int) -> str | None:
+    """Start of a process in clock ticks since boot; None where there is none. With the pid it names a process."""
+    process = _process(pid)
+    return None if process is None or process.state in "ZX" else str(process.started)
+
+
+def pid_namespace() -> str:
+    """What tells this process's PID namespace, in which its number means it, from others of this machine."""
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return "0"
+
+
+def own_mark() -> str:
+    """This process for good, as three numbers: ``"NAMESPACE-PID-START"``."""
+    return f"{pid_namespace()}-{os.getpid()}-{start_of(os.getpid())}"
+
+
+def has_ended(mark: str) -> bool:
+    """Whether the process of ``own_mark()`` is gone. Of another PID namespace, or no such mark: nobody knows, so no."""
+    words = mark.split("-")
+    if len(words) != 3 or not all(word.isdigit() for word in words) or words[0] != pid_namespace():
+        return False
+    return start_of(int(words[1])) != words[2]
 
 
 def _offspring(root: int) -> set[tuple[int, int]]:

@@ -27,6 +27,7 @@ from relaymeter.harness.config import (
     SourceName,
     Whole,
     check,
+    named,
     nearest,
     toml_entry,
 )
@@ -132,7 +133,7 @@ def load_any(text: str) -> AnyScenario:
     kind = entry.get("kind", _WEIGHTS)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InputError(f"{path}: kind = {kind!r}: {nearest(str(kind), _KINDS)}")
-    scenario = check(_KINDS[kind], {"name": path.stem, **entry}, str(path))
+    scenario = check(_KINDS[kind], named(path, entry), str(path))
     return _beside(scenario, path) if isinstance(scenario, Scenario) else scenario
 
 

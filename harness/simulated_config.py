@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from relaymeter.errors import InputError
-from relaymeter.harness.config import Config, Count, Name, Whole, check, nearest, toml_entry
+from relaymeter.harness.config import Config, Count, Name, Whole, check, named, nearest, toml_entry
 from relaymeter.relayout.topology import MAX_RANKS
 
 __all__ = [
@@ -202,7 +202,7 @@ def load_spec(name: str) -> ClusterModel:
     """The simulated cluster of that name, or in that TOML file. Raises InputError naming file, key, what is valid, and
     where a file takes the name of a preset for another cluster."""
     path = _find(name)
-    found = check(ClusterModel, {"name": path.stem, **_merged(path, _DEPTH)}, f"preset {name}")
+    found = check(ClusterModel, named(path, _merged(path, _DEPTH)), f"preset {name}")
     shipped = _presets().get(found.name)
     if shipped not in (None, path) and found != load_spec(found.name):
         raise InputError(

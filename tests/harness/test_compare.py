@@ -1,8 +1,7 @@
-"""``compare`` without ranks: what its scenarios refuse, rows out of cells, verdicts, storages, the journal."""
+"""``compare`` without ranks: what its scenarios refuse, rows out of cells, verdicts, tables."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from dataclasses import replace
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compare_made import LOADED, SAVED, STAMP, TOLD, made, scenario
 
-from relaymeter.compare_records import PATHS, CompareRecord
+from relaymeter.compare_records import PATHS
 from relaymeter.errors import (
     EXIT_CRASH,
     EXIT_NOTHING_MEASURED,
@@ -22,17 +22,17 @@ from relaymeter.errors import (
 )
 from relaymeter.harness import compare_change, compare_storage
 from relaymeter.harness.cli import main
-from relaymeter.harness.commands_compare import finished_rows
 from relaymeter.harness.commands_ranks import first_error
 from relaymeter.harness.compare_change import Making
 from relaymeter.harness.compare_config import NO_TRAINING_STATE, CompareScenario, ReplicaConfig
 from relaymeter.harness.compare_emit import comparison_lines, comparison_tables
 from relaymeter.harness.compare_ends import check_digests, replica_layout
+from relaymeter.harness.compare_joined import joined_world
 from relaymeter.harness.compare_ranks import as_lack_of_room
-from relaymeter.harness.compare_rows import Told, rows_of
-from relaymeter.harness.compare_storage import Workplace, check_room, find_storages
+from relaymeter.harness.compare_rows import Told
+from relaymeter.harness.compare_storage import find_storages
 from relaymeter.harness.config import check
-from relaymeter.harness.jobs import ClusterConfig, RunStamp
+from relaymeter.harness.jobs import ClusterConfig
 from relaymeter.harness.launch import LaunchResult, RankEnd
 from relaymeter.harness.page_cache import file_system, unescaped
 from relaymeter.harness.paths.together import say_error
@@ -40,37 +40,6 @@ from relaymeter.harness.paths.universal import UniversalRefused
 from relaymeter.harness.scenario import load_any
 from relaymeter.harness.state_config import TrainingConfig
 from relaymeter.harness.verdict import judge_comparison
-from relaymeter.records import dump_lines
-
-STAMP = RunStamp(utc="2026-11-30T00:00:00Z", launch_id="ab", machine_id="m", commit="c")
-SAVED: list[dict[str, Any]] = [
-    {"path": "in-memory", "storage": None, "phases": {"build": 2.0, "plan": 0.25, "move": 0.5, "refresh": 0.25,
-     "digest": 9.0}, "digest_passed": 6, "digest_total": 6, "mismatch": None},
-    {"path": "universal", "storage": "disk", "phases": {"save": 1.0}},
-    {"path": "dcp", "storage": "disk", "phases": {"save": 0.5}},
-]  # fmt: skip
-LOADED: list[dict[str, Any]] = [
-    {"path": path, "storage": "disk", "cache": cache, "phases": {"build": 2.0, "load": load, "digest": 9.0},
-     "digest_passed": 6, "digest_total": 6, "mismatch": None}
-    for path, load in (("universal", 3.0), ("dcp", 1.0)) for cache in ("warm", "cold")
-]  # fmt: skip
-TOLD = Told(
-    saved=SAVED, loaded=LOADED, start={"relaunch": 4.0, "import": 8.0}, state_bytes=100,
-    converted={"disk": {"convert_s": 5.0, "import_s": 1.5}}, written_bytes={("dcp", "disk"): 120},
-)  # fmt: skip
-
-
-def scenario() -> CompareScenario:
-    found = load_any("rfc-small")
-    assert isinstance(found, CompareScenario)
-    return found
-
-
-def made(told: Told, paths: tuple[str, ...] = PATHS, change: int = 0) -> list[CompareRecord]:
-    return rows_of(
-        scenario(), scenario().changes[change], told, stamp=STAMP, launch=1, nodes=1, paths=paths,
-        storages={"disk": "ext4"}, caches={"disk": ("warm", "cold")},
-    )  # fmt: skip
 
 
 def test_seconds_of_a_row_are_sums_of_its_phases() -> None:
@@ -143,28 +112,6 @@ def test_digests_are_right_only_where_everything_arrived(
     assert check_digests({"master a": 1, "weight a": 2}, found, weights_only=weights_only) == expected
 
 
-def test_folders_of_processes_that_are_gone_are_removed_and_no_others(tmp_path: Path) -> None:
-    left = tmp_path / "relaymeter-compare-999999999-5-abc"
-    other = tmp_path / "relaymeter-compare-notes"
-    for folder in (left, other):
-        folder.mkdir()
-        (folder / "file").write_text("x")
-    storages = find_storages([("disk", str(tmp_path))])
-    with Workplace(storages) as places, Workplace(storages) as second:
-        assert places["disk"].is_dir() and second["disk"].is_dir()  # of a process that still runs
-        assert not left.exists() and other.exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name]
-
-
-def test_a_storage_without_room_is_refused_before_any_work(tmp_path: Path) -> None:
-    storages = find_storages([("disk", str(tmp_path))])
-    check_room(storages, 1000)
-    with pytest.raises(
-        InputError, match=r"--storage disk=.*are free, the checkpoints of one change there take up to 5000 TB"
-    ):
-        check_room(storages, 10**15)
-
-
 def test_a_file_system_in_memory_has_no_cold_page_cache() -> None:
     assert file_system(Path("/proc")) == "proc"
     assert compare_storage.Storage("a", Path("/"), "tmpfs").caches == (None,)
@@ -193,53 +140,6 @@ def test_other_commands_say_who_takes_a_comparison(capsys: pytest.CaptureFixture
     assert "relaymeter compare --scenario rfc-small" in capsys.readouterr().err
     assert main(["plan", "--scenario", "rfc-small", "--topology", "1x4"]) == 2
     assert "relaymeter compare --scenario rfc-small" in capsys.readouterr().err
-
-
-def test_rows_of_another_comparison_are_no_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = tmp_path / "rows.jsonl"
-    journal.write_text(dump_lines(made(TOLD)))
-    assert main(["compare", "--journal", str(journal)]) == 2
-    assert f"--journal {journal} holds rows of machine_id m" in capsys.readouterr().err
-
-
-def test_rows_of_other_options_are_no_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A journal holds its comparison's training, engines, paths, storages and ranks."""
-    from relaymeter.harness.results import machine_id, make_stamp
-
-    stamp = make_stamp(machine_id(), shaped=False)
-    rows = [replace(row, machine_id=stamp.machine_id, commit=stamp.commit, setting="other") for row in made(TOLD)]
-    journal = tmp_path / "rows.jsonl"
-    journal.write_text(dump_lines(rows))
-    assert main(["compare", "--journal", str(journal), "--paths", "in-memory"]) == 2
-    assert "holds rows of another comparison of dp4-dp2: training, engines, --paths" in capsys.readouterr().err
-
-
-def test_a_change_in_which_a_path_failed_is_made_again(tmp_path: Path) -> None:
-    cluster = ClusterConfig(nodes=1, ranks_per_node=4, shape=False)
-    making = Making(scenario(), PATHS, find_storages([("disk", str(tmp_path))]), cluster, STAMP, 0.0)
-    changes = scenario().changes
-    found = [(TOLD, 0), (replace(TOLD, loaded=LOADED[:1]), 1)]
-    rows = [
-        replace(row, setting=making.setting(changes[at])) for told, at in found for row in made(told, PATHS[2:], at)
-    ]
-    assert {row.change for row in rows if row.verdict == "failed"} == {changes[1].name}
-    journal = tmp_path / "rows.jsonl"
-    journal.write_text(dump_lines(rows))
-    kept, others = finished_rows(journal, making, 1)
-    assert {row.change for row in kept} == {changes[0].name} and others == []
-
-
-def test_rows_of_changes_that_are_not_asked_for_stay_in_the_journal_only(tmp_path: Path) -> None:
-    cluster = ClusterConfig(nodes=1, ranks_per_node=4, shape=False)
-    first, second = scenario().changes[:2]
-    asked = scenario().model_copy(update={"changes": (second,)})
-    making = Making(asked, PATHS[2:], find_storages([("disk", str(tmp_path))]), cluster, STAMP, 0.0)
-    rows = [replace(row, setting=making.setting(second)) for row in made(TOLD, ("dcp",), 1)]
-    journal = tmp_path / "rows.jsonl"
-    journal.write_text(dump_lines([*made(TOLD, ("dcp",), 0), *rows, *(replace(row, launch=2) for row in rows)]))
-    kept, others = finished_rows(journal, making, 1)
-    assert kept == rows
-    assert {(row.change, row.launch) for row in others} == {(first.name, 1), (second.name, 2)}
 
 
 def test_what_the_time_limit_leaves_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,23 +258,6 @@ def test_more_ranks_than_a_machine_starts_are_refused_with_the_file(
     assert f"scenario {path}, change a needs 5001 ranks, which one machine does not start: a box has 1..250" in said
 
 
-def test_a_journal_that_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", "--journal", str(tmp_path / "no" / "rows.jsonl")]) == 2
-    assert "does not exist: make it first" in capsys.readouterr().err
-
-
-def test_storages_on_one_device_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=40 << 20))
-    two = find_storages([("a", str(tmp_path)), ("b", str(tmp_path))])
-    check_room(two, 1)
-    three = find_storages([(name, str(tmp_path)) for name in "abc"])
-    with pytest.raises(InputError, match=r"41\.9 MB are free, the checkpoints of one change there take up to 50\.3 MB"):
-        check_room(three, 1)
-
-
 def test_a_full_storage_is_no_limit_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = UniversalRefused("iostream error")
     assert as_lack_of_room(refused, tmp_path) is refused
@@ -404,6 +287,38 @@ def test_what_was_compared_decides_the_setting(tmp_path: Path) -> None:
     assert len({one.setting(change) for one in (base, *others)} | {base.setting(scenario().changes[1])}) == 6
 
 
+@pytest.mark.parametrize("model", ["moe", "qwen3"])
+def test_copies_of_models_that_have_none_here_are_refused_with_the_file(model: str) -> None:
+    entry = {"name": "a", "source": {"stage": 2, "ranks": 2}, "replicas": {"ranks": 2, "tensor_parallel": 1}}
+    given = {"kind": "compare", "name": "s", "training": {"model": model}, "changes": [entry]}
+    with pytest.raises(InputError, match=rf"file\.toml: change a: replicas of training\.model '{model}': "):
+        check(CompareScenario, given, "file.toml")
+
+
+def test_a_large_ratio_has_no_exponent() -> None:
+    memory, slow = made(TOLD, ("in-memory",)), made(TOLD, ("dcp",))
+    slow = [replace(row, pause_s=0.75 * 2204.0, transfer_s=0.75 * 2.4) for row in slow]
+    cells = [cell for column in comparison_tables([*memory, *slow])[0].columns for cell in column.cells]
+    assert "2200x" in cells and "2.4x" in cells
+
+
+@pytest.mark.parametrize(("nodes", "text"), [(1, "1 node"), (2, "2 nodes")])
+def test_a_world_that_was_joined_counts_its_nodes(nodes: int, text: str) -> None:
+    assert joined_world(nodes) == f"a world of {text} that was joined"
+
+
+def test_a_file_whose_name_is_no_scenarios_says_what_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tt x.toml"
+    change = '[[changes]]\nname = "a"\nsource = { stage = 3, ranks = 2 }\ndestination = { stage = 3, ranks = 2 }\n'
+    path.write_text('kind = "compare"\n' + change)
+    assert main(["compare", "--scenario", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: name = 'tt x', which is the file's, is no name (1 to 100 letters" in said
+    assert said.endswith('give the file another, or a name in it, such as name = "mine"\n')
+    path.write_text('kind = "compare"\nname = "tt"\n' + change)
+    assert load_any(str(path)).name == "tt"
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -419,8 +334,3 @@ def test_a_change_that_cannot_be_is_refused(change: dict[str, Any], expected: st
     entry = {key: value for key, value in entry.items() if value is not None}
     with pytest.raises(InputError, match=expected.replace("(", r"\(").replace(")", r"\)")):
         check(CompareScenario, {"kind": "compare", "name": "s", "changes": [entry]}, "file.toml")
-
-
-def test_the_process_that_made_a_folder_stands_in_its_name(tmp_path: Path) -> None:
-    with Workplace(find_storages([("disk", str(tmp_path))])) as places:
-        assert f"-{os.getpid()}-" in places["disk"].name

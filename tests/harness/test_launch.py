@@ -6,15 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relaymeter.errors import InputError
+from relaymeter.harness.job_folder import JobFolder
 from relaymeter.harness.launch import ClusterSpec, LaunchResult, RankEnd, already_in_world, launch, verdict
+from relaymeter.harness.processes import own_mark
 from relaymeter.harness.worker import meeting_limit
 
 STAND_IN = """
@@ -266,8 +270,6 @@ pathlib.Path(sys.argv[2]).write_text("{}")
 def test_temporary_files_of_ranks_go_however_they_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int
 ) -> None:
-    import tempfile
-
     from relaymeter.harness import commands_ranks, emit
     from relaymeter.harness.jobs import CalibrateJob, ClusterConfig
 
@@ -299,6 +301,43 @@ def test_temporary_files_of_ranks_go_however_they_end(
     if how == "well":
         places = [Path((tmp_path / str(rank)).read_text()) for rank in range(2)]
         assert {place.parent.name for place in places} == {"tmp"}
+
+
+def test_what_killed_commands_left_is_removed_by_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temporary files of ranks at once, logs after a day; nothing without an owner, and nothing of one that runs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = own_mark().replace(f"-{os.getpid()}-", "-999999999-")
+    owners = {"gone_new": gone, "gone_old": gone, "runs_old": own_mark(), "other_ns": f"1{gone}", "no_owner": None}
+    owners |= {"bad_mark": "x-y-z", "much-longer": gone}
+    for name, mark in owners.items():
+        folder = tmp_path / f"relaymeter-{name}"
+        (folder / "tmp").mkdir(parents=True)
+        (folder / "rank0.log").touch()
+        if mark is not None:
+            (folder / "owner").write_text(mark)
+        if "new" not in name:
+            os.utime(folder, (0, 0))
+    (tmp_path / "relaymeter-linked__").symlink_to(tmp_path / "relaymeter-gone_new")
+    with JobFolder() as work:
+        assert work.scratch.is_dir() and (work.folder / "owner").read_text() == own_mark()
+        work.done = True
+    left = sorted(path.name.removeprefix("relaymeter-") for path in tmp_path.iterdir())
+    assert left == ["bad_mark", "gone_new", "linked__", "much-longer", "no_owner", "other_ns", "runs_old"]
+    assert [name for name in left if not (tmp_path / f"relaymeter-{name}" / "tmp").exists()] == ["gone_new", "linked__"]
+    assert (tmp_path / "relaymeter-gone_new" / "rank0.log").exists()
+
+
+@pytest.mark.parametrize(("error", "stays"), [(None, True), (InputError("x"), True), (KeyboardInterrupt(), False)])
+def test_logs_stay_unless_a_launch_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, stays: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with suppress(InputError, KeyboardInterrupt), JobFolder() as work:
+        if error is not None:
+            raise error
+    assert (work.folder.exists(), work.scratch.exists()) == (stays, False)
 
 
 def test_a_failing_hook_leaves_no_rank(start: Callable[..., LaunchResult], tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def _lines(rows: Sequence[CompareRecord]) -> list[list[CompareRecord]]:
 def _cells(rows: Sequence[CompareRecord], base: Sequence[CompareRecord], priced: bool) -> list[str]:
     first = rows[0]
     place = NONE if first.storage is None else first.storage + (f", {first.cache}" if first.cache else "")
-    timed = [row for row in rows if row.pause_s is not None]
+    right = [row for row in rows if row.pause_s is not None and row.digest_passed == row.digest_total]
+    timed = right or [row for row in rows if row.pause_s is not None]  # launches with wrong bits are in no median
     if not timed:
         return [first.path, place, first.verdict, *[""] * (len(_COLUMNS) + (6 if priced else 4))]
 
@@ -93,8 +94,14 @@ def _cells(rows: Sequence[CompareRecord], base: Sequence[CompareRecord], priced:
         first.path, place, *(column(names) for _, names in _COLUMNS), time_text(pause),
         *([time_text(predicted), error_text(predicted, pause)] if priced else []), ratio(lambda row: row.pause_s),
         time_text(median(lambda row: row.transfer_s)), ratio(lambda row: row.transfer_s),
-        f"{passed}/{total}" + ("" if passed == total else " WRONG"),
+        f"{passed}/{total}" + ("" if passed == total else " WRONG" + _of(rows)),
     ]  # fmt: skip
+
+
+def _of(rows: Sequence[CompareRecord]) -> str:
+    """In how many of several launches bits were wrong: `` in 2 of 6``."""
+    wrong = sum(row.digest_passed < row.digest_total for row in rows)
+    return f" in {wrong} of {len(rows)}" if len(rows) > 1 else ""
 
 
 def comparison_lines(rows: Sequence[CompareRecord]) -> list[str]:

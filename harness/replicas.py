@@ -53,6 +53,6 @@ class ReplicaStorage:
                 f"rank {self._rank} holds {len(pieces)} pieces of {name}: one box has a shape, others not"
             )
         piece = int(pieces[0])
-        return self.storages[name].as_strided(
-            tuple(place.shape[piece].tolist()), tuple(place.stride[piece].tolist()), int(place.offset[piece])
-        )
+        storage = self.storages[name]
+        begin = storage.storage_offset() + int(place.offset[piece])
+        return storage.as_strided(tuple(place.shape[piece].tolist()), tuple(place.stride[piece].tolist()), begin)

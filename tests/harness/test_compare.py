@@ -93,6 +93,9 @@ def test_wrong_bits_outrank_a_failed_path_and_are_said_first() -> None:
     )
     cells = [cell for column in comparison_tables(rows)[0].columns for cell in column.cells]
     assert "5/6 WRONG" in cells
+    right = made(replace(TOLD, loaded=[{**LOADED[2], "phases": {**LOADED[2]["phases"], "load": 99.0}}, *LOADED[1:2]]))
+    both = [cell for column in comparison_tables([*rows, *right])[0].columns for cell in column.cells]
+    assert "11/12 WRONG in 1 of 2" in both and "99 s" in both  # the wrong launch is in no median
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ def test_a_weight_has_the_shape_of_its_shard_and_a_tied_name_shares_it() -> None
     half, whole = _storage(3, move=0), _storage(3, move=1)
     assert half.weight("model.layers.0.mlp.down_proj.weight").shape == (128, 192)
     assert whole.weight("model.layers.0.mlp.down_proj.weight").shape == (128, 384)
+    for name, storage in half.storages.items():
+        assert half.weight(name).data_ptr() == storage.data_ptr(), name
     head = whole.weight("lm_head.weight")
     assert head.shape == (1024, 128)
     head[5, 7] = 3.0

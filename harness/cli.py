@@ -42,6 +42,13 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Options that a command does not know are its own error, so that it names its own help."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
             message += ", which does not begin with '-'"

@@ -19,6 +19,7 @@ from relaymeter.harness import emit
 from relaymeter.harness.commands_ranks import check_targets
 from relaymeter.harness.jobs import TrackFault
 from relaymeter.harness.options_track import DEFAULT_HISTORY
+from relaymeter.harness.track.changes import short_name
 from relaymeter.harness.track.launches import LaunchPlan, plan_launches
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
 from relaymeter.harness.track.suite import load_suite, select_cases
@@ -104,7 +105,7 @@ def _report(
         out.say(f"WRONG BITS: {', '.join(wrong)}: what arrived is not what was sent")
     if taken:
         out.table(_table(taken))
-        where = taken[0].commit[:10] + ("-dirty" if taken[0].dirty else "") if taken[0].commit else "no checkout"
+        where = short_name(taken[0].commit, taken[0].dirty, taken[0].version)
         out.say(
             f"suite {plan.suite.name}: {len(taken)} {'launch' if len(taken) == 1 else 'launches'} of {where}, "
             f"machine {plan.machine_id}, added to {target}"

@@ -16,11 +16,13 @@ from typing import Any
 from relaymeter.errors import EXIT_OK, InputError, NothingMeasured
 from relaymeter.harness import emit
 from relaymeter.harness.commands_ranks import check_targets, write_all
-from relaymeter.harness.launch import already_in_world
+from relaymeter.harness.commands_track_ab import Compared, compare_builds
+from relaymeter.harness.config import nearest
 from relaymeter.harness.options_track import DEFAULT_HISTORY
 from relaymeter.harness.track.records import LaunchRecord
-from relaymeter.harness.track.verdicts import Check
+from relaymeter.harness.track.verdicts import Check, Side
 from relaymeter.records import check_target, plain, write_text
+from relaymeter.units import counted
 
 __all__ = ["check", "show"]
 
@@ -32,18 +34,18 @@ _FILES = ("junit", "markdown", "action_benchmark", "hud", "otava")
 
 
 def check(args: argparse.Namespace) -> int:
-    """Compare, print, write. Returns the exit code: 6 wrong bits, 3 a regression, 5 no baseline, 4 not decided."""
+    """Compare, print, write. Returns the exit code: 6 wrong bits, 3 a regression, 5 no baseline, 4 not decided; that of
+    whatever ended the launches early."""
     _check_outputs(args)
     out = emit.Output(args.json, force=args.force)
     if args.ab is None:
-        found, before, after = _against_history(args)
-    else:
-        found, before, after = _ab(args)
-    return _report(args, found, before, after, out)
+        return _report(args, _against_history(args), out)
+    return _report(args, compare_builds(args), out)
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Refuse before any work what would not be written after it. Raises InputError."""
+    """Refuse before any work what would not be written after it, and options of the other comparison. Raises
+    InputError."""
     files = {name: getattr(args, name) for name in _FILES}
     named = args.suite if args.ab is not None else None
     check_targets(json=args.json, history=args.history, suite=named, **files)
@@ -53,84 +55,108 @@ def _check_outputs(args: argparse.Namespace) -> None:
         raise InputError(
             f"--github writes to the file that {_SUMMARY} names, which jobs of GitHub Actions have: set it"
         )
-    if args.ab is None:
-        for option, given in (("--launches", args.launches), ("--fault", args.fault)):
-            if given is not None:
-                raise InputError(f"{option} is about launches, which --against takes none of: leave it out")
+    of_launches = {"--launches": args.launches, "--time-limit": args.time_limit, "--fault": args.fault}
+    of_history = {"--commit": args.commit, "--window": args.window}
+    for option, given in (of_launches if args.ab is None else of_history).items():
+        if given is not None and args.ab is None:
+            raise InputError(f"{option} is about launches, which --against takes none of: leave it out")
+        if given is not None:
+            raise InputError(f"{option} is about a history, which --ab does not judge: leave it out")
+    if args.window is not None and args.against != "history":
+        raise InputError("--window is about the commits before: it takes --against history")
 
 
-def _against_history(args: argparse.Namespace) -> tuple[Check, list[LaunchRecord], list[LaunchRecord]]:
-    """The newest launches of the history beside those of a revision, or beside all before."""
+def _against_history(args: argparse.Namespace) -> Compared:
+    """A commit of the history beside another, or beside all before."""
     from relaymeter.harness.track import history, judge
 
-    launches, notes = history.read(args.history or DEFAULT_HISTORY)
+    whole, notes = history.read(args.history or DEFAULT_HISTORY)
+    launches = _asked_for(whole, args)
+    commit, said = _commit(args.commit, launches)
+    found = judge.check_history(
+        launches,
+        against=args.against if args.against == "history" else _resolved(args.against, launches),
+        commit=commit,
+        allow_mismatch=args.allow_mismatch,
+        window=args.window or 1,
+        exact_only=args.exact_only,
+    )
+    found = replace(found, notes=(*found.notes, *said, *notes))
+    return Compared(found, launches, _of_side(launches, found.after))
+
+
+def _asked_for(launches: list[LaunchRecord], args: argparse.Namespace) -> list[LaunchRecord]:
+    """The launches of the suite and with the cases that were asked for. Raises NothingMeasured, InputError."""
+    where = args.history or DEFAULT_HISTORY
     if args.suite is not None:
         name = Path(args.suite).stem if args.suite.endswith(".toml") else args.suite
         launches = [launch for launch in launches if launch.suite == name]
         if not launches:
-            raise NothingMeasured(f"history {args.history or DEFAULT_HISTORY} has no launch of suite {name}")
-    found = judge.check_history(launches, against=args.against, allow_mismatch=args.allow_mismatch)
-    return _noted(found, notes), launches, _after(launches, found)
+            raise NothingMeasured(f"history {where} has no launch of suite {name}")
+    if args.case:
+        have = list(dict.fromkeys(case.name for launch in launches for case in launch.cases))
+        for name in args.case:
+            if name not in have:
+                raise InputError(f"history {where} has no case {name!r}: {nearest(name, have)}")
+        launches = [
+            replace(launch, cases=tuple(case for case in launch.cases if case.name in args.case)) for launch in launches
+        ]
+        launches = [launch for launch in launches if launch.cases]
+    return launches
 
 
-def _noted(found: Check, notes: Sequence[str]) -> Check:
-    return replace(found, notes=(*found.notes, *notes)) if notes else found
+def _commit(asked: str | None, launches: Sequence[LaunchRecord]) -> tuple[str | None, list[str]]:
+    """The commit to judge and what to say of it: what was asked for, else this checkout's where the history holds it,
+    else None: that of the last launch."""
+    from relaymeter import __version__
+    from relaymeter.harness.track.changes import commit_key, short_name
+    from relaymeter.harness.track.launches import checkout
+
+    if asked is not None:
+        return _resolved(asked, launches), []
+    here = checkout()
+    key = (here.commit, here.dirty, "" if here.commit else __version__)
+    if key not in {commit_key(launch) for launch in launches}:
+        return None, []
+    said = []
+    if commit_key(launches[-1]) != key:
+        last = short_name(launches[-1].commit, launches[-1].dirty, launches[-1].version)
+        name = short_name(here.commit, here.dirty, __version__)
+        said = [f"{name} is judged, which is this checkout's; the last launch is of {last} (--commit names another)"]
+    if here.commit is None:
+        return short_name(None, here.dirty, __version__), said
+    return here.commit + ("-dirty" if here.dirty else ""), said
 
 
-def _after(launches: Sequence[LaunchRecord], found: Check) -> list[LaunchRecord]:
-    """The launches that the side ``after`` of a check stands for."""
+def _resolved(text: str, launches: Sequence[LaunchRecord]) -> str:
+    """``text`` where the history knows it, else the revision that git means by it."""
+    from relaymeter.harness.track.judge_history import named_commits
+    from relaymeter.harness.track.launches import revision
 
-    def about(launch: LaunchRecord) -> tuple[object, ...]:
-        return launch.commit, launch.dirty, launch.version, launch.suite, launch.machine_id, launch.config_hash
-
-    return [one for one in launches if about(one) == about(launches[-1])][-found.after.launches :]
-
-
-def _ab(args: argparse.Namespace) -> tuple[Check, list[LaunchRecord], list[LaunchRecord]]:
-    """Launches of another build and of this one by turns, more of them where they do not decide yet."""
-    from relaymeter.harness.track import history, judge
-    from relaymeter.harness.track.ab import LaunchPairs, other_side, this_side
-    from relaymeter.harness.track.launches import plan_launches
-    from relaymeter.harness.track.suite import load_suite, suite_path
-
-    hint = already_in_world()
-    if hint is not None:
-        raise InputError(
-            f"--ab starts launches of its own, but this is a rank of a world of {hint.launcher}: run it outside, or "
-            "run track run there and compare by --against"
-        )
-    named = args.suite or "ci"
-    plan_launches(load_suite(named), emit.Output(None, force=False))  # what a launch would refuse
-    sides = (other_side(args.ab), this_side())
-    notes: list[str] = []
-    if args.history is not None and args.history.exists():
-        notes += history.read(args.history)[1]
-
-    def keep(record: LaunchRecord) -> None:
-        if args.history is not None:
-            notes.extend(history.append(args.history, [record]))
-
-    pairs = LaunchPairs(sides, suite_path(named), keep=keep, fault=args.fault)
-
-    asked = args.launches or min(judge.LOOKS)
-    while more := judge.next_launches(*pairs.launches, asked):
-        pairs.take(len(pairs.launches[0]) + more)
-    labels = (sides[0].label, sides[1].label)
-    found = judge.check_ab(*pairs.launches, labels=labels, allow_mismatch=args.allow_mismatch)
-    return _noted(found, tuple(dict.fromkeys(notes))), *pairs.launches
+    if named_commits(text, launches):
+        return text
+    found = revision(text.removesuffix("-dirty"))
+    return text if found is None else found + ("-dirty" if text.endswith("-dirty") else "")
 
 
-def _report(
-    args: argparse.Namespace,
-    found: Check,
-    before: Sequence[LaunchRecord],
-    after: Sequence[LaunchRecord],
-    out: emit.Output,
-) -> int:
+def _of_side(launches: Sequence[LaunchRecord], side: Side) -> list[LaunchRecord]:
+    """The launches that a side of a check stands for."""
+    return [
+        one
+        for one in launches
+        if (one.commit, one.dirty, one.machine_id, one.config_hash)
+        == (side.commit, side.dirty, side.machine_id, side.config_hash)
+        and (one.commit is not None or one.version == side.version)
+    ][-side.launches :]
+
+
+def _report(args: argparse.Namespace, compared: Compared, out: emit.Output) -> int:
     """The verdict first, then the table, then the files. Returns the exit code."""
     from relaymeter.harness.track import exports, github, markdown, terminal
     from relaymeter.harness.track.junit import junit
 
+    found = compared.check
+    code = compared.exit_code(found.exit_code(warn_only=args.warn_only, undecided_ok=args.undecided_ok))
     for line in terminal.lines(found):
         out.say(line)
     for table in terminal.tables(found):
@@ -139,21 +165,20 @@ def _report(
     def written(name: str, text: str) -> None:
         write_text(getattr(args, name), text, force=args.force)
 
-    history = before if args.ab is None else [*before, *after]
     failed = write_all(
         args,
         {
             "junit": lambda: written("junit", junit(found)),
             "markdown": lambda: written("markdown", markdown.comment(found)),
             "action_benchmark": lambda: written("action_benchmark", exports.action_benchmark(found)),
-            "hud": lambda: written("hud", exports.hud(found, after)),
-            "otava": lambda: written("otava", exports.otava_csv(history)),
-            "json": lambda: out.json(_document(found, args.warn_only)),
+            "hud": lambda: written("hud", exports.hud(found, compared.after)),
+            "otava": lambda: written("otava", exports.otava_csv(compared.launches)),
+            "json": lambda: out.json(_document(found, code)),
         },
     )
     if args.github:
         failed = _tell_github(github.step_summary(found), github.annotations(found)) or failed
-    return found.exit_code(warn_only=args.warn_only) or failed or out.exit_code
+    return code or failed or out.exit_code
 
 
 def _tell_github(summary: str, annotations: Sequence[str]) -> int:
@@ -169,7 +194,7 @@ def _tell_github(summary: str, annotations: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _document(found: Check, warn_only: bool) -> dict[str, Any]:
+def _document(found: Check, code: int) -> dict[str, Any]:
     """The check as JSON."""
     rows = [{field.name: plain(getattr(row, field.name)) for field in fields(row)} for row in found.worst_first()]
     sides = {
@@ -185,7 +210,7 @@ def _document(found: Check, warn_only: bool) -> dict[str, Any]:
         "mismatch": list(found.mismatch),
         "notes": list(found.notes),
         "counts": dict(found.counts()),
-        "exit_code": found.exit_code(warn_only=warn_only),
+        "exit_code": code,
         "rows": rows,
     }
 
@@ -194,14 +219,16 @@ def show(args: argparse.Namespace) -> int:
     """Write the page of a history. Returns the exit code."""
     from relaymeter.harness.track import changes, history, page
 
-    check_targets(out=args.out, check=args.history)
+    path = args.history or DEFAULT_HISTORY
+    check_targets(out=args.out, check=path)
     check_target(args.out, force=args.force)
-    launches, notes = history.read(args.history)
+    launches, notes = history.read(path)
     if not launches:
-        raise NothingMeasured(f"history {args.history} has no launch: relaymeter track run adds some")
+        raise NothingMeasured(f"history {path} has no launch: relaymeter track run adds some")
     found = changes.change_points(launches)
     write_text(args.out, page.page(launches, found), force=args.force)
     for note in notes:
         print(f"note: {note}")
-    print(f"page: {args.out} ({len(launches)} launches, {len(found)} change points)")
+    places = len({(change.case, change.index) for change in found})
+    print(f"page: {args.out} ({len(launches)} launches, {counted(places, 'change')} of a case's times)")
     return EXIT_OK

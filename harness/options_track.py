@@ -66,7 +66,8 @@ def _add_check(actions: Commands) -> None:
     which.add_argument(
         "--against",
         metavar="REVISION|history",
-        help="compare the newest launches of the history with those of this revision (any prefix), or with all before",
+        help="compare a commit of the history with this revision (any that git knows, or a prefix; outside a "
+        "checkout a version), or with all before",
     )
     which.add_argument(
         "--ab",
@@ -78,7 +79,29 @@ def _add_check(actions: Commands) -> None:
         "--launches",
         type=count,
         metavar="N",
-        help="with --ab: launches of each side (default 5; from 5 on more, up to 12, where those do not decide)",
+        help="with --ab: launches of each side (default 5; from 5 on more, up to 12, where those do not decide; 1: "
+        "only exact metrics are judged)",
+    )
+    check.add_argument(
+        "--commit",
+        metavar="REVISION",
+        help="with --against: the commit to judge (default that of this checkout where the history holds it, else that "
+        "of the last launch)",
+    )
+    check.add_argument(
+        "--window",
+        type=count,
+        metavar="N",
+        help="with --against history: fail while a change began at one of the N newest commits (default 1, the judged "
+        "one; older changes are notes)",
+    )
+    check.add_argument(
+        "--case", action="append", metavar="NAME", help="only this case of the suite (may be repeated; default all)"
+    )
+    check.add_argument(
+        "--exact-only",
+        action="store_true",
+        help="bytes, messages, segments, rounds and digests alone, no times; with --ab one short launch a side will do",
     )
     _add_history(check, f"the history (default {DEFAULT_HISTORY}); with --ab: also add the launches to it")
     check.add_argument(
@@ -87,6 +110,15 @@ def _add_check(actions: Commands) -> None:
         help="compare launches of another machine, suite or start of the ranks too (stamped on every output)",
     )
     check.add_argument("--warn-only", action="store_true", help="exit code 0 also where something got slower or larger")
+    check.add_argument(
+        "--undecided-ok", action="store_true", help="exit code 0 also where times could not be decided (still shown)"
+    )
+    check.add_argument(
+        "--time-limit",
+        type=seconds,
+        metavar="SECONDS",
+        help="with --ab: limit of all launches together; what was measured until then is judged (default none)",
+    )
     check.add_argument("--fault", help=argparse.SUPPRESS)
     group = check.add_argument_group("reports")
     group.add_argument("--junit", type=named, metavar="FILE", help="write JUnit XML")
@@ -112,9 +144,9 @@ def _add_show(actions: Commands) -> None:
         actions,
         "show",
         "draw the history as one HTML page that needs no network",
-        "relaymeter track show --history .relaymeter/track.jsonl --out track.html",
+        "relaymeter track show --out track.html",
     )
-    show.add_argument("--history", type=named, required=True, metavar="FILE", help="the history")
+    _add_history(show, f"the history (default {DEFAULT_HISTORY})")
     show.add_argument("--out", type=named, required=True, metavar="FILE.html", help="page to write")
     show.add_argument("--force", action="store_true", help="replace the page where it exists")
     show.set_defaults(handler=("commands_track_check", "show"))

@@ -25,6 +25,7 @@ SURFACE = {
 TRACK = {
     "run": {"--suite", "--history", "--launches", "--case", "--time-limit"} | OUTPUT,
     "check": {"--against", "--ab", "--suite", "--launches", "--history", "--allow-mismatch", "--warn-only"}
+    | {"--commit", "--window", "--case", "--exact-only", "--undecided-ok", "--time-limit"}
     | {"--junit", "--github", "--markdown", "--action-benchmark", "--hud", "--otava"} | OUTPUT,
     "show": {"--history", "--out", "--force"},
 }  # fmt: skip

@@ -9,6 +9,10 @@ is a change by itself: 5 launches or more on both sides, a ratio beyond ``at_lea
 p below ``CHANGE_LEVEL`` after correction for all places and rows where one was looked for. Commits that scatter by more
 than their launches explain are held against that scatter, see ``evidence``.
 
+The newest commit has no place that was looked for: it is also held, by itself, against the launches since the last
+change before it, at ``LATEST_LEVEL`` after correction over the rows. Where they differ, that is a change too, so that
+the page of a history shows what its check says.
+
 Otava (E-divisive) tests its cuts by permutations of single points; ``ruptures`` (PyPI) finds cuts, with no test, in
 points of equal weight. Here a point is a commit with some launches, the variance is known from within the commits, and
 a result must repeat: thirty lines on NumPy do it, so that neither is a dependency.
@@ -19,15 +23,26 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from relaymeter.harness.track.evidence import MIN_LAUNCHES, Finding, Pair, Spread, finding, noise, spread_of, t_test
+from relaymeter.harness.track.evidence import (
+    MIN_LAUNCHES,
+    Finding,
+    Pair,
+    Spread,
+    compare,
+    finding,
+    noise,
+    spread_of,
+    t_test,
+)
 from relaymeter.harness.track.records import LaunchRecord, metric_of
 
 __all__ = [
     "CHANGE_LEVEL",
+    "LATEST_LEVEL",
     "Change",
     "CommitGroup",
     "Segments",
@@ -42,6 +57,8 @@ __all__ = [
 
 #: Below this corrected two-sided p a cut is a change.
 CHANGE_LEVEL = 0.01
+#: Below this two-sided p, corrected over the rows, the newest commit differs from those since the last change.
+LATEST_LEVEL = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +93,8 @@ class Change:
     ratio: float
     """Above 1 is worse, whichever way the metric counts."""
     p_value: float
-    """Of the launches on both sides, corrected for the number of places where a change was looked for."""
+    """Of the launches on both sides, corrected for the number of places where a change was looked for, or of rows
+    where that is the newest commit."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,9 @@ class Segments:
     """Positions in ``series.groups`` of the first commit after each change."""
     findings: tuple[Finding, ...]
     """Of each cut."""
+    latest: Finding | None = None
+    """Of the newest commit of all series against the launches since the last change before it; None where this one
+    has not enough launches of both."""
 
     def bounds(self, at: int) -> tuple[int, int, int]:
         """Where the segment before cut number ``at`` begins, the cut, and where the segment after it ends."""
@@ -161,7 +182,8 @@ def series_of(groups: Mapping[int, Sequence[LaunchRecord]]) -> list[Series]:
 
 
 def cut(series: Sequence[Series], *, at_least: float) -> list[Segments]:
-    """Where each series changed. The rows of one suite go in together: the correction is for all of them."""
+    """Where each series changed, the newest commit included. The rows of one suite go in together: the correction is
+    for all of them."""
     spreads = [spread_of(one.groups, ordered=True) for one in series]
     places = sum(len(one.groups) - 1 for one in series)
     found = []
@@ -177,7 +199,31 @@ def cut(series: Sequence[Series], *, at_least: float) -> list[Segments]:
                 break
             del cuts[max(weak, key=lambda at: alone[at])]
         found.append(Segments(one, spread, tuple(cuts), tuple(findings)))
-    return found
+    return _with_latest(found, at_least)
+
+
+def _with_latest(found: Sequence[Segments], at_least: float) -> list[Segments]:
+    """The same with what is said of the newest commit, and a cut before it where it differs."""
+    newest = max((one.series.indexes[-1] for one in found), default=-1)
+    pairs: dict[int, Pair] = {}
+    for at, one in enumerate(found):
+        last = len(one.series.groups) - 1
+        begin = max((place for place in one.cuts if place < last), default=0)
+        pair = one.series.pair(begin, last, last + 1)
+        if one.series.indexes[-1] == newest and min(len(pair.before), len(pair.after)) >= MIN_LAUNCHES:
+            pairs[at] = pair
+    whole = list(found)
+    said = compare(list(pairs.values()), [found[at].spread for at in pairs])
+    for at, latest in zip(pairs, said, strict=True):
+        one, last = found[at], len(found[at].series.groups) - 1
+        if last in one.cuts:
+            whole[at] = replace(one, latest=one.findings[-1])
+        elif latest.p_value < LATEST_LEVEL and latest.beyond(at_least):
+            cuts, findings = (*one.cuts, last), (*one.findings, latest)
+            whole[at] = replace(one, cuts=cuts, findings=findings, latest=latest)
+        else:
+            whole[at] = replace(one, latest=latest)
+    return whole
 
 
 def _holds(pair: Pair, found: Finding, at_least: float) -> bool:

@@ -155,8 +155,9 @@ def otava_csv(launches: Sequence[LaunchRecord]) -> str:
     """The CSV of Apache Otava's importer: a line for each launch, in the order of time, columns ``time``, ``commit``,
     ``version``, ``session``, ``launch``, then ``CASE/METRIC`` with the median of its repeats or its exact number.
 
-    Otava knows one series a file and takes no gap. So the lines are those of the newest launch's suite, machine and
-    configuration, and of them the ones that measured all that the newest did, with every bit in place.
+    For a history: two builds launched by turns are no series. Otava knows one series a file and takes no gap. So the
+    lines are those of the newest launch's suite, machine and configuration, and of them the ones that measured all that
+    the newest did, with every bit in place.
     """
     found = _series(launches)
     stream = io.StringIO()

@@ -5,8 +5,10 @@ Annotations are workflow commands, printed a line each; GitHub keeps 10 of a ste
 """
 
 # why: no "from __future__ import annotations" here, it would take the name of a function below.
+from collections.abc import Sequence
+
 from relaymeter.harness.track.markdown import fitting, table, top
-from relaymeter.harness.track.row_texts import NOT_OK, shortened, stamps, visible
+from relaymeter.harness.track.row_texts import NOT_OK, change_text, shortened, stamps, visible
 from relaymeter.harness.track.verdicts import Check, Row, Verdict
 from relaymeter.units import counted
 
@@ -20,6 +22,8 @@ _RESERVE_BYTES = 4096
 #: Rows that are shown without a click.
 _OPEN = 50
 _LONGEST_MESSAGE = 1000
+#: Rows that a warning about several names.
+_NAMED = 5
 _LEVELS: dict[Verdict, str] = {
     "wrong bits": "error",
     "regression": "error",
@@ -48,24 +52,45 @@ def step_summary(check: Check) -> str:
 
 
 def annotations(check: Check) -> list[str]:
-    """At most ten workflow commands such as ``::error title=...::message``: the worst rows that are not ok, and where
-    there are more, a last one that says how many."""
-    bad = [row for row in check.worst_first() if row.verdict in NOT_OK]
+    """At most ten workflow commands such as ``::error title=...::message``: one for each of the worst rows, where there
+    are more one that says how many, and one for all rows of a verdict that is a warning."""
     if not check.rows:
         return [_command("warning", "nothing was compared", "the check had no rows: this is no pass")]
-    most = MOST_ANNOTATIONS if len(bad) <= MOST_ANNOTATIONS else MOST_ANNOTATIONS - 1
+    rows = check.worst_first()
+    warned = {verdict: [row for row in rows if row.verdict == verdict] for verdict in NOT_OK if _warns(verdict)}
+    warnings = [_together(check, verdict, found) for verdict, found in warned.items() if found]
+    bad = [row for row in rows if row.verdict in NOT_OK and not _warns(row.verdict)]
+    most = MOST_ANNOTATIONS - len(warnings)
+    most = most if len(bad) <= most else most - 1
     found = [_annotation(check, row) for row in bad[:most]]
     left = bad[most:]
     if left:
         counts = {verdict: sum(row.verdict == verdict for row in left) for verdict in NOT_OK}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-        found.append(_command(_LEVELS[left[0].verdict], f"{len(left)} more", f"{told}: see the step summary"))
-    return found
+        found.append(_command("error", f"{len(left)} more", f"{told}: see the step summary"))
+    return found + warnings
+
+
+def _warns(verdict: Verdict) -> bool:
+    return _LEVELS[verdict] == "warning"
+
+
+def _together(check: Check, verdict: Verdict, rows: Sequence[Row]) -> str:
+    """All rows of a verdict: of one row all that is known, of several where they are, and of the first why."""
+    if len(rows) == 1:
+        return _annotation(check, rows[0])
+    names = [f"{visible(row.case)} {row.metric}" for row in rows[:_NAMED]]
+    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+    first = f"the first of them: {visible(rows[0].text)}"
+    title = f"{verdict}: {len(rows)} of {counted(len(check.rows), 'row')}"
+    return _command(_LEVELS[verdict], title, "\n".join([", ".join(names) + more, first, *stamps(check)]))
 
 
 def _annotation(check: Check, row: Row) -> str:
     title = f"{row.verdict}: {visible(row.case)} {row.metric}"
-    return _command(_LEVELS[row.verdict], title, "\n".join([visible(row.text), *stamps(check)]))
+    values = change_text(row)
+    told = f"{values}: {visible(row.text)}" if values else visible(row.text)
+    return _command(_LEVELS[row.verdict], title, "\n".join([told, *stamps(check)]))
 
 
 def _command(level: str, title: str, message: str) -> str:

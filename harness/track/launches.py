@@ -31,7 +31,7 @@ from relaymeter.harness.track.case_plan import refuse_idle_routes
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
 from relaymeter.harness.track.suite import TrackSuite, config_hash
 
-__all__ = ["Checkout", "LaunchPlan", "checkout", "now", "plan_launches", "track_machine_id"]
+__all__ = ["Checkout", "LaunchPlan", "checkout", "now", "plan_launches", "revision", "track_machine_id"]
 
 _MOVE_LIMIT_S = 60.0
 
@@ -47,17 +47,32 @@ class Checkout:
 
 def checkout(package: Path | None = None) -> Checkout:
     """Revision of the checkout that holds ``package`` (this one), by git; untracked files make it not dirty."""
-    root = (Path(relaymeter.__file__) if package is None else package).resolve().parents[2]
+    git = _git(package)
     found = Checkout(None, None, False)
-    if not (root / ".git").exists():
+    if git is None:
         return found
-    # why: the folder of a CI job often belongs to another user, which git refuses unless told
-    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         commit, when = _said([*git, "log", "-1", "--format=%H %ct"]).split()
         dirty = _said([*git, "status", "--porcelain", "--untracked-files=no"])
         found = Checkout(commit, _iso(datetime.fromtimestamp(int(when), timezone.utc)), bool(dirty))
     return found
+
+
+def revision(text: str, package: Path | None = None) -> str | None:
+    """The full revision that git means by ``text`` (a branch, ``HEAD~1``, a tag) in the checkout that holds ``package``
+    (this one); None where it means none, or there is no checkout."""
+    git = _git(package)
+    if git is not None:
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            return _said([*git, "rev-parse", "--verify", "--quiet", "--end-of-options", text + "^{commit}"]) or None
+    return None
+
+
+def _git(package: Path | None) -> list[str] | None:
+    """How git is called in the checkout that holds ``package``; None where there is no checkout."""
+    root = (Path(relaymeter.__file__) if package is None else package).resolve().parents[2]
+    # why: the folder of a CI job often belongs to another user, which git refuses unless told
+    return ["git", "-c", f"safe.directory={root}", "-C", str(root)] if (root / ".git").exists() else None
 
 
 def _said(command: list[str]) -> str:

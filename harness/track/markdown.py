@@ -6,20 +6,24 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from relaymeter.harness.report_markdown import escaped
 from relaymeter.harness.track.row_texts import (
     NOT_OK,
+    RATIO,
     headline,
+    launches_text,
     ratio_text,
+    remark,
     shortened,
     sides_text,
     stamps,
     values_text,
     visible,
 )
-from relaymeter.harness.track.verdicts import Check, Row
+from relaymeter.harness.track.verdicts import Check, Row, Verdict
 from relaymeter.units import counted
 
 __all__ = ["cells", "code", "comment", "fitting", "prose", "table", "top"]
@@ -30,8 +34,12 @@ _LARGEST_COMMENT = 60_000
 _SHOWN = 20
 #: Characters of a name or text in a table, and of all notes.
 _LONGEST, _LONGEST_NOTE, _MOST_NOTES = 300, 500, 20
-_HEAD = ("verdict", "case", "metric", "before", "after", "ratio [95 %]", "launches", "what was found")
+_HEAD = ("verdict", "case", "metric", "before", "after", "ratio [95 %]", "launches", "remark")
 _RULE = "|---|---|---|---:|---:|---:|---:|---|"
+_LEGEND = (
+    f"{RATIO[0].upper()}{RATIO[1:]}. Launches: 9+5 are 9 before and 5 after; a launch that lacks a metric, or in whose "
+    "case bits were wrong, does not count for its row."
+)
 _MARKS = {
     "wrong bits": "\U0001f6d1",
     "regression": "\U0001f534",
@@ -62,7 +70,6 @@ def code(text: str) -> str:
 def cells(row: Row) -> str:
     """A row as a line of ``table``."""
     before, after = (shortened(text, _LONGEST) for text in values_text(row))
-    launches = {row.launches_before, row.launches_after}
     texts = [
         f"{_MARKS[row.verdict]} {row.verdict}",
         code(row.case),
@@ -70,8 +77,8 @@ def cells(row: Row) -> str:
         prose(before),
         prose(after),
         prose(ratio_text(row)),
-        str(row.launches_after) if len(launches) == 1 else f"{row.launches_before}+{row.launches_after}",
-        prose(shortened(row.text, _LONGEST)),
+        launches_text(row),
+        prose(shortened(remark(row), _LONGEST)),
     ]
     return "| " + " | ".join(texts) + " |"
 
@@ -82,16 +89,15 @@ def table(lines: Iterable[str]) -> str:
 
 
 def top(check: Check) -> list[str]:
-    """Paragraphs above the table: verdict, mismatch, sides, counts, notes."""
+    """Paragraphs above the table: verdict with the counts, mismatch, sides, how to read it, notes."""
     worst = next(iter(check.counts()), "no baseline")
     parts = [f"### {_MARKS[worst]} {prose(headline(check))}"]
     parts += [f"> [!WARNING]\n> **{prose(stamp)}**" for stamp in stamps(check)]
     parts.append(prose(shortened(sides_text(check), _LONGEST_NOTE)))
     if check.before is None:
         parts.append("There was no baseline to compare with. This is no pass.")
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in check.counts().items())
-    if counts:
-        parts.append(f"Rows: {counts}. A ratio above 1 is worse; the unit of evidence is a launch.")
+    if check.rows:
+        parts.append(f"<sub>{_LEGEND}</sub>")
     notes = [f"- {prose(shortened(note, _LONGEST_NOTE))}" for note in check.notes[:_MOST_NOTES]]
     if len(check.notes) > _MOST_NOTES:
         notes.append(f"- {len(check.notes) - _MOST_NOTES} more notes are in the terminal's output")
@@ -111,8 +117,8 @@ def fitting(rows: Sequence[Row], room: int, size: Callable[[str], int]) -> list[
 
 
 def comment(check: Check) -> str:
-    """A short text: the verdict and a table of what is not ok; everything else is folded. At most 60,000 characters,
-    whatever the number of rows; what is left out is counted."""
+    """A short text: the verdict and a table of what is not ok, its 20 worst rows; everything else is folded. At most
+    60,000 characters, whatever the number of rows; what is left out is counted."""
     rows = check.worst_first()
     bad = [row for row in rows if row.verdict in NOT_OK]
     parts = top(check)
@@ -125,6 +131,12 @@ def comment(check: Check) -> str:
     if rest:
         left = len(rest) - len(shown)
         after = f"\n\n{counted(left, 'row')} left out: a comment holds no more." if left else ""
-        title = f"Details: {counted(len(rest), 'other row')}"
+        more = ", ".join(f"{count} {verdict}" for verdict, count in _counts(rest).items())
+        title = f"Details: {counted(len(rest), 'other row')} ({more})"
         parts.append(f"<details><summary>{title}</summary>\n\n{table(shown)}{after}\n\n</details>")
     return "\n\n".join(parts) + "\n"
+
+
+def _counts(rows: Sequence[Row]) -> dict[Verdict, int]:
+    """How many rows have each verdict, in their order."""
+    return dict(Counter(row.verdict for row in rows))

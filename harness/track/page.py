@@ -14,7 +14,14 @@ from relaymeter import __version__
 from relaymeter.harness.emit import NONE
 from relaymeter.harness.track.changes import Change
 from relaymeter.harness.track.page_plot import change_text, plot, sparkline, spot_text
-from relaymeter.harness.track.page_series import CaseView, ExactView, MetricView, Setting, settings_of
+from relaymeter.harness.track.page_series import (
+    CaseView,
+    ExactChange,
+    ExactView,
+    MetricView,
+    Setting,
+    settings_of,
+)
 from relaymeter.harness.track.page_style import SCRIPT, STYLE, policy
 from relaymeter.harness.track.records import LaunchRecord, metric_of
 from relaymeter.harness.track.row_texts import value_text, visible
@@ -34,6 +41,10 @@ _LEGEND = (
 )
 #: More commits than this are drawn finer.
 _DENSE = 80
+#: A change of a time, or one of an exact metric with its name.
+AnyChange = Change | tuple[str, ExactChange]
+#: A case and what changed in it at one commit.
+Together = tuple[CaseView, list[AnyChange]]
 
 
 def page(launches: Sequence[LaunchRecord], changes: Sequence[Change]) -> str:
@@ -47,13 +58,17 @@ def page(launches: Sequence[LaunchRecord], changes: Sequence[Change]) -> str:
     ids = count(1)
     body = [_setting(setting, ids) for setting in found[:1]]
     if found[1:]:
-        body.append("<h2>Other machines, configurations and suites</h2>")
+        body.append('<h2 id="others">Other machines, configurations and suites</h2>')
         body.append('<p class="quiet">Times of different ones are not compared.</p>')
     for setting in found[1:]:
         name = f"{setting.suite} on machine {setting.machine_id}, configuration {setting.config_hash}"
         told = f"{_text(name)}, until {_text(setting.last.utc[:10])}"
         body.append(f"<details><summary>{told}</summary>{_setting(setting, ids)}</details>")
-    head = _head(found[0]) if found else "<p>The history is empty: <code>relaymeter track run</code> adds launches.</p>"
+    head = (
+        _head(found[0], found[1:])
+        if found
+        else "<p>The history is empty: <code>relaymeter track run</code> adds launches.</p>"
+    )
     return "".join([
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{escape(policy())}">',
@@ -71,43 +86,60 @@ def _text(text: str) -> str:
     return escape(visible(text), quote=True)
 
 
-def _head(setting: Setting) -> str:
+def _head(setting: Setting, others: Sequence[Setting]) -> str:
     """What a reader wants first."""
-    changes = _changes(setting)
-    worse = sum(together[0].ratio >= 1 for _, together in changes)
+    timed = [first for _, (first, *_) in _changes(setting) if isinstance(first, Change)]
+    worse = sum(change.ratio >= 1 for change in timed)
+    exact = sum(len(view.changes) for case in setting.cases for view in case.exact)
     wrong = sum(case.wrong for case in setting.cases)
-    bits = f'<b class="bad">{wrong}</b> results with WRONG BITS' if wrong else "<b>all</b> bits arrived"
+    bits = (
+        _fact(wrong, "result with WRONG BITS", "results with WRONG BITS", "bad") if wrong else "<b>all</b> bits arrived"
+    )
     facts = [
-        f"<b>{len(setting.commits) + setting.left_out}</b> commits",
-        f"<b>{setting.launches}</b> launches",
-        f"<b>{len(setting.cases)}</b> cases",
-        f"<b>{worse}</b> changes for the worse",
-        f"<b>{len(changes) - worse}</b> for the better",
+        _fact(len(setting.commits) + setting.left_out, "commit"),
+        _fact(setting.launches, "launch", "launches"),
+        _fact(len(setting.cases), "case"),
+        _fact(worse, "change of times for the worse", "changes of times for the worse"),
+        _fact(len(timed) - worse, "for the better", "for the better"),
+        _fact(exact, "change of an exact metric", "changes of exact metrics"),
         bits,
     ]
     last = setting.last
     where = f"machine <code>{_text(setting.machine_id)}</code>, configuration <code>{_text(setting.config_hash)}</code>"
     newest = f"newest commit <code>{_text(setting.commits[-1].label)}</code>, measured {_text(last.utc)}"
     listed = "".join(f"<li>{fact}</li>" for fact in facts)
+    elsewhere = sum(other.launches for other in others)
+    launches = f"{elsewhere} launch{'es' if elsewhere > 1 else ''}"
+    more = f'<p><a href="#others">{launches} of other machines, configurations or suites</a> stand below.</p>'
     return (
-        f'<p class="quiet">{newest}; {where}</p><ul class="facts">{listed}</ul>'
+        f'<p class="quiet">{newest}; {where}</p>{more if others else ""}<ul class="facts">{listed}</ul>'
         '<p class="filter" hidden><label>Show cases with <input type="search" autocomplete="off"></label></p>'
     )
 
 
-def _changes(setting: Setting) -> list[tuple[CaseView, list[Change]]]:
-    """The changes that are drawn, those of one case at one commit together, the whole move first; the newest first."""
-    found: dict[tuple[int, str], tuple[CaseView, list[Change]]] = {}
+def _fact(count: int, one: str, several: str = "", kind: str = "") -> str:
+    """A number of things: ``<b>1</b> commit``."""
+    noun = one if count == 1 else several or f"{one}s"
+    return f"<b{f' class={kind}' if kind else ''}>{count}</b> {noun}"
+
+
+def _changes(setting: Setting) -> list[Together]:
+    """The changes of one case at one commit together, the whole move first, exact metrics last; the newest first."""
+    found: dict[tuple[int, str], Together] = {}
     for case in setting.cases:
-        for view in case.metrics:
-            for _, change in view.changes:
+        for timed in case.metrics:
+            for _, change in timed.changes:
                 found.setdefault((change.index, case.name), (case, []))[1].append(change)
-    return sorted(found.values(), key=lambda entry: -entry[1][0].index)
+        for exact in case.exact:
+            for step in exact.changes:
+                found.setdefault((step.index, case.name), (case, []))[1].append((exact.metric, step))
+    return [found[key] for key in sorted(found, key=lambda key: -key[0])]
 
 
 def _setting(setting: Setting, ids: Iterator[int]) -> str:
     numbers = {case.name: f"case-{next(ids)}" for case in setting.cases}
-    parts = [_overview(setting, numbers), _change_list(setting, numbers)]
+    changes = _changes(setting)
+    parts = [_overview(setting, numbers, changes), _change_list(changes, numbers)]
     if setting.left_out:
         parts.append(f'<p class="quiet">{counted(setting.left_out, "older commit")} not drawn.</p>')
     if any(case.metrics for case in setting.cases):
@@ -116,7 +148,8 @@ def _setting(setting: Setting, ids: Iterator[int]) -> str:
     return "".join(parts + [_case(case, numbers[case.name], dense) for case in setting.cases])
 
 
-def _overview(setting: Setting, numbers: dict[str, str]) -> str:
+def _overview(setting: Setting, numbers: dict[str, str], changes: Sequence[Together]) -> str:
+    newest = {case.name: together[0] for case, together in reversed(changes)}
     rows = []
     for case in setting.cases:
         link = f'<a href="#{numbers[case.name]}"><code>{_text(case.name)}</code></a>'
@@ -128,9 +161,10 @@ def _overview(setting: Setting, numbers: dict[str, str]) -> str:
                 f"<td><code>{_text(view.metric)}</code></td>",
                 f'<td class="num">{value_text(view.metric, median)}</td>',
             ]
-            cells += [f"<td>{sparkline(view)}</td>", f"<td>{_last_change(view)}</td>"]
+            cells.append(f"<td>{sparkline(view)}</td>")
         else:
-            cells.append('<td colspan="4" class="quiet">no times</td>')
+            cells.append('<td colspan="3" class="quiet">no times</td>')
+        cells.append(f"<td>{_last_change(newest.get(case.name))}</td>")
         bad = f'<span class="bad">WRONG in {case.wrong} launch{"" if case.wrong == 1 else "es"}</span>'
         cells.append(f"<td>{bad if case.wrong else 'all arrived'}</td>")
         rows.append(f'<tr data-case="{_text(case.name)}">{"".join(cells)}</tr>')
@@ -138,11 +172,12 @@ def _overview(setting: Setting, numbers: dict[str, str]) -> str:
     return f'<section class="card"><h2>Overview</h2>{_table(heads, rows, right=("now",))}</section>'
 
 
-def _last_change(view: MetricView) -> str:
-    if not view.changes:
+def _last_change(change: AnyChange | None) -> str:
+    """The newest change of a case, of whichever metric."""
+    if change is None:
         return '<span class="quiet">none found</span>'
-    change = view.changes[-1][1]
-    return f"{_tag(change)} <code>{_text(change.label)}</code>"
+    label, metric, _, tag = _told(change)
+    return f"{tag} <code>{_text(metric)}</code> at <code>{_text(label)}</code>"
 
 
 def _tag(change: Change) -> str:
@@ -150,25 +185,51 @@ def _tag(change: Change) -> str:
     return f'<span class="tag {kind}">{sign} {change_text(change)}</span>'
 
 
-def _change_list(setting: Setting, numbers: dict[str, str]) -> str:
-    found = _changes(setting)
+def _exact_tag(metric: str, step: ExactChange) -> str:
+    """``+37.5%``; of a digest, which has no more and no less, what it means."""
+    if step.worse is None:
+        return f'<span class="tag other">\u25c6 {"other bits" if metric == "digest" else "varies"}</span>'
+    before, after = (float(values[0]) for values in (step.before, step.after))
+    kind, sign = ("worse", "\u25b2") if step.worse else ("better", "\u25bc")
+    share = f"{100 * (after / before - 1):+.3g}%" if before else f"{after - before:+.0f}"
+    return f'<span class="tag {kind}">{sign} {share}</span>'
+
+
+def _told(change: AnyChange) -> tuple[str, str, list[str], str]:
+    """Commit, metric, the tag, both values and p."""
+    if isinstance(change, Change):
+        values = [value_text(change.metric, value) for value in (change.before, change.after)]
+        p_value = "&lt;0.0001" if change.p_value < 1e-4 else f"{change.p_value:.2g}"
+        return change.label, change.metric, [*values, p_value], _tag(change)
+    metric, step = change
+    values = [_exact_text(metric, step.before), _exact_text(metric, step.after)]
+    return step.spot.label, metric, [*values, "exact"], _exact_tag(metric, step)
+
+
+def _also(change: AnyChange) -> str:
+    _, metric, (before, after, _), _ = _told(change)
+    what = change_text(change) if isinstance(change, Change) else f"{before} \u2192 {after}"
+    return f"<code>{_text(metric)}</code> {what}"
+
+
+def _change_list(found: Sequence[Together], numbers: dict[str, str]) -> str:
     if not found:
         return '<section class="card"><h2>Changes</h2><p>No metric changed over these commits.</p></section>'
     rows = []
     for case, (change, *others) in found[:_MOST_CHANGES]:
-        values = [value_text(change.metric, value) for value in (change.before, change.after)]
-        p_value = "&lt;0.0001" if change.p_value < 1e-4 else f"{change.p_value:.2g}"
-        also = "; ".join(f"<code>{_text(other.metric)}</code> {change_text(other)}" for other in others)
+        label, metric, values, tag = _told(change)
+        also = "; ".join(map(_also, others))
         cells = [
-            f"<td><code>{_text(change.label)}</code></td>",
-            f'<td><a href="#{numbers[case.name]}"><code>{_text(case.name)}</code></a></td>',
-            f"<td><code>{_text(change.metric)}</code></td>",
-            f"<td>{_tag(change)}</td>",
-            *(f'<td class="num">{value}</td>' for value in [*values, p_value]),
+            f'<td class="first"><code>{_text(label)}</code></td>',
+            f'<td class="first"><a href="#{numbers[case.name]}"><code>{_text(case.name)}</code></a></td>',
+            f"<td><code>{_text(metric)}</code></td>",
+            f"<td>{tag}</td>",
+            *(f'<td class="num">{value}</td>' for value in values),
             f'<td class="quiet more">{also or NONE}</td>',
         ]
         rows.append(f'<tr data-case="{_text(case.name)}">{"".join(cells)}</tr>')
-    more = f'<p class="quiet">{len(found) - len(rows)} older ones not listed.</p>' if len(found) > len(rows) else ""
+    left = len(found) - len(rows)
+    more = f'<p class="quiet">{counted(left, "older one")} not listed.</p>' if left else ""
     heads = ("first commit after", "case", "metric", "change", "before", "after", "p", "also changed there")
     return f'<section class="card"><h2>Changes</h2>{_table(heads, rows, right=heads[4:7])}{more}</section>'
 
@@ -223,8 +284,9 @@ def _exact(views: Sequence[ExactView]) -> str:
     rows = []
     for view in views:
         steps = [
-            f"<code>{_text(spot.label)}</code>: " + " \u2192 ".join(_exact_text(view.metric, values) for values in both)
-            for spot, *both in reversed(view.changes)
+            f"<code>{_text(step.spot.label)}</code>: {_exact_text(view.metric, step.before)} \u2192 "
+            f"{_exact_text(view.metric, step.after)}"
+            for step in reversed(view.changes)
         ]
         if len(steps) > _MOST_STEPS:
             steps = [*steps[:_MOST_STEPS], f"and {len(steps) - _MOST_STEPS} before"]

@@ -14,6 +14,7 @@ from itertools import pairwise
 from relaymeter.harness.track.changes import Change
 from relaymeter.harness.track.page_series import MetricView, Spot
 from relaymeter.harness.track.row_texts import shortened, value_text, visible
+from relaymeter.units import counted
 
 __all__ = ["change_text", "plot", "sparkline", "spot_text"]
 
@@ -61,7 +62,7 @@ def plot(view: MetricView) -> str:
     def y_of(value: float) -> float:
         return _BOTTOM - (min(max(value, low), high) - low) / (high - low) * (_BOTTOM - _TOP)
 
-    about = f"{view.metric} over {len(spots)} commits" + "".join(
+    about = f"{view.metric} over {counted(len(spots), 'commit')}" + "".join(
         f"; {change_text(one)} at {one.label}" for _, one in view.changes
     )
     parts = [

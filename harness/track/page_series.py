@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from relaymeter.harness.track.changes import Change, CommitGroup, commit_groups
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
 
-__all__ = ["CaseView", "ExactView", "MetricView", "Setting", "Spot", "settings_of"]
+__all__ = ["CaseView", "ExactChange", "ExactView", "MetricView", "Setting", "Spot", "settings_of"]
 
 Exact = tuple[int | str, ...]
 
@@ -49,13 +49,32 @@ class MetricView:
 
 
 @dataclass(frozen=True)
+class ExactChange:
+    """An exact metric became another at a commit."""
+
+    index: int
+    """Which of ``commit_groups(launches)`` the commit is, as of ``Change``."""
+    spot: Spot
+    before: Exact
+    after: Exact
+
+    @property
+    def worse(self) -> bool | None:
+        """Whether there is more of it now; None of a digest, and where launches of a commit differ."""
+        numbers = [value for value in (*self.before, *self.after) if isinstance(value, int)]
+        if len(self.before) != 1 or len(self.after) != 1 or len(numbers) != 2:
+            return None
+        return numbers[1] > numbers[0]
+
+
+@dataclass(frozen=True)
 class ExactView:
     """One exact metric of one case: its value now, and every commit at which it became another one."""
 
     metric: str
     now: Exact
     """More than one where launches of a commit differ."""
-    changes: tuple[tuple[Spot, Exact, Exact], ...]
+    changes: tuple[ExactChange, ...]
 
 
 @dataclass(frozen=True)
@@ -180,10 +199,10 @@ def _case(
 def _exact(metric: str, groups: Sequence[tuple[int, CommitGroup, list[CaseRecord]]]) -> ExactView:
     now: Exact = ()
     changes = []
-    for _, group, cases in groups:
+    for index, group, cases in groups:
         values: Exact = tuple(dict.fromkeys(case.exact[metric] for case in cases if metric in case.exact))
         if values and now and set(values) != set(now):
-            changes.append((_spot(group, (), 0), now, values))
+            changes.append(ExactChange(index, _spot(group, (), 0), now, values))
         now = values or now
     return ExactView(metric, now, tuple(changes))
 

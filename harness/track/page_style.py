@@ -39,10 +39,13 @@ th{color:var(--quiet);font-weight:600;white-space:nowrap}
 tbody tr:last-child>*{border-bottom:0}
 td.num,th.num{text-align:right;white-space:nowrap}
 th code,td code{overflow-wrap:normal;white-space:nowrap}
-td.more{min-width:26rem}
+td.more{min-width:15rem}
+td.more code{white-space:nowrap}
+td.first code{white-space:normal;overflow-wrap:break-word}
 tbody th{color:inherit}
 .tag{display:inline-block;border-radius:1rem;padding:.05rem .6rem;font-weight:600;font-size:.85rem;white-space:nowrap}
 .tag.worse{color:var(--worse);background:var(--worse-back)}
+.tag.other{color:var(--wrong);border:1px solid}
 .tag.better{color:var(--better);background:var(--better-back)}
 .bad{color:var(--wrong);font-weight:700}
 .plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,27rem),1fr));gap:1.25rem 1.75rem}
@@ -81,6 +84,8 @@ padding:.35rem .7rem;width:min(100%,24rem)}
 p.legend{margin:1.1rem 0 0}
 footer{padding-top:.5rem;padding-bottom:2.5rem;font-size:.85rem}
 [hidden]{display:none!important}
+@media(max-width:60rem){th,td{padding-right:.6rem}thead th{white-space:normal;vertical-align:bottom}
+td.more{min-width:9rem}table{font-size:.82rem}}
 @media print{.card{break-inside:avoid}.filter{display:none}}
 """
 

@@ -7,6 +7,7 @@ is a name without anything that a terminal, an XML parser or a log could take fo
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -17,9 +18,13 @@ from relaymeter.units import counted, format_rate, format_seconds
 
 __all__ = [
     "NOT_OK",
+    "RATIO",
+    "change_text",
     "headline",
+    "launches_text",
     "number",
     "ratio_text",
+    "remark",
     "shortened",
     "side_text",
     "sides_text",
@@ -31,11 +36,19 @@ __all__ = [
 
 #: Verdicts that somebody has to look at, the worst first.
 NOT_OK: tuple[Verdict, ...] = ("wrong bits", "regression", "no baseline", "inconclusive")
+#: What the column of ratios holds, for the reader of a table.
+RATIO = (
+    "ratio: above 1 is worse, whichever way the metric counts; the median of the quotients of every launch after by "
+    "every launch before, not the quotient of the two medians"
+)
 #: Categories of characters that are shown as escapes: controls, formats (text that runs backwards), surrogates (bytes
 #: that were no UTF-8), line and paragraph separators, unassigned ones.
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp", "Cn")
 #: Letters of a digest or revision that a table shows.
-_LETTERS = 16
+_LETTERS = 12
+_SINCE = re.compile(r"since [^,]*")
+#: What a text repeats of the columns.
+_NUMBERS = re.compile(r": \d[\d.]*x, 95 % [\d.-]+, [\w ]*launch(?:es)?(?=:|$)")
 
 
 def visible(text: str) -> str:
@@ -96,28 +109,63 @@ def ratio_text(row: Row) -> str:
     ratio, low, high = (number(value) for value in (row.ratio, row.ratio_low, row.ratio_high))
     if ratio is None:
         return NONE
-    return f"{ratio:.2f}x" if low is None or high is None else f"{ratio:.2f}x [{low:.2f}, {high:.2f}]"
+    interval = "" if low is None or high is None else f" [{_times(low)}, {_times(high)}]"
+    return f"{_times(ratio)}x{interval}"
+
+
+def _times(ratio: float) -> str:
+    """At least two decimals below 10, then three digits."""
+    if ratio < 10:
+        return f"{ratio:.2f}"
+    return f"{ratio:.3g}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def change_text(row: Row) -> str:
+    """``32 -> 44``; one value where the sides are equal or one has none; nothing where neither has."""
+    before, after = values_text(row)
+    known = [value for value in (before, after) if value != NONE]
+    return " -> ".join(dict.fromkeys(known))
+
+
+def launches_text(row: Row) -> str:
+    """``8``, or where the sides have a different number ``8+6``, before first; ``NONE`` where neither has any."""
+    if row.launches_before == row.launches_after:
+        return str(row.launches_after) if row.launches_after else NONE
+    return f"{row.launches_before}+{row.launches_after}"
+
+
+def remark(row: Row) -> str:
+    """What the text of a row adds to its values and ratio: since when, why it is not decided, what is wrong. Often
+    nothing."""
+    if row.ratio is not None and row.verdict in ("regression", "improvement", "ok"):
+        found = _SINCE.search(row.text)
+        return visible(found[0]) if found else ""
+    if row.verdict == "ok" and row.before is not None and row.before == row.after:
+        return ""
+    return visible(_NUMBERS.sub("", row.text))
 
 
 def headline(check: Check) -> str:
-    """The verdict upon the whole, the worst first: ``regression: 2 of 14 rows``."""
-    counts, total = check.counts(), len(check.rows)
+    """The verdict upon the whole and the counts, the worst first: ``regression: 2 of 14 rows; also 12 ok``."""
+    counts, total = dict(check.counts()), len(check.rows)
     worst = next(iter(counts), None)
     if worst is None:
         return "nothing was compared"
-    if worst == "wrong bits":
-        return f"WRONG BITS: {counts[worst]} of {counted(total, 'row')}"
-    if worst in NOT_OK:
-        return f"{worst}: {counts[worst]} of {counted(total, 'row')}"
-    better = counts.get("improvement", 0)
-    return f"ok: {counted(total, 'row')}" + (f", {better} improved" if better else "")
+    if worst not in NOT_OK:
+        better = counts.get("improvement", 0)
+        return f"ok: {counted(total, 'row')}" + (f", {better} improved" if better else "")
+    count = counts.pop(worst)
+    also = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    name = "WRONG BITS" if worst == "wrong bits" else worst
+    return f"{name}: {count} of {counted(total, 'row')}" + (f"; also {also}" if also else "")
 
 
 def side_text(side: Side | None) -> str:
-    """``main (1a2b3c4d5, 8 launches)``."""
+    """``main (1a2b3c4d5, 8 launches)``; ``../base (1a2b3c4d5-dirty, 8 launches)`` with changed files."""
     if side is None:
         return "no baseline"
     label, commit = visible(side.label), visible(side.commit or "")[:9]
+    commit += "-dirty" if commit and side.dirty else ""
     inner = [commit] if commit and not label.startswith(commit) else []
     launches = "1 launch" if side.launches == 1 else f"{side.launches} launches"
     return f"{label} ({', '.join([*inner, launches])})"

@@ -1,16 +1,16 @@
 """The two sides of every row, and the rows that come of them. Pure; no torch import.
 
-``values_of(launches)`` gathers; ``judged(both, ...)`` gives the rows; ``settings_differ(before, after)`` what forbids a
-comparison.
+``base_of(before, after)`` says what may be held against what: exact metrics (bytes, messages, digests) of one suite and
+configuration are the same on every machine, times are not. ``pair_up(base, after)`` gathers, ``judged(both, ...)``
+gives the rows.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from relaymeter.errors import Undecided
 from relaymeter.harness.track.evidence import MIN_LAUNCHES, Finding, Pair, Spread, compare, spread_of
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord, metric_of
 from relaymeter.harness.track.row_verdicts import Exact, Timed, Value, bare_row, exact_row, timed_row
@@ -18,10 +18,11 @@ from relaymeter.harness.track.verdicts import Row, Side
 from relaymeter.units import counted
 
 __all__ = [
+    "Base",
     "Both",
     "Judged",
+    "base_of",
     "judged",
-    "mismatch_of",
     "pair_up",
     "settings_differ",
     "side_of",
@@ -39,6 +40,19 @@ _SETTINGS = {
 Key = tuple[str, str]
 
 
+@dataclass(frozen=True)
+class Base:
+    """Of the launches before: those whose times may be held against, and those whose exact metrics may."""
+
+    times: tuple[LaunchRecord, ...] = ()
+    exact: tuple[LaunchRecord, ...] = ()
+    mismatch: Mapping[str, str] = field(default_factory=dict)
+    """By setting, how the sides differ, let through by ``--allow-mismatch``."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """By setting, how they differ, and why times, or everything, is not compared."""
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Both:
     """What both sides measured of one row: a value of every launch, empty where a side lacks it."""
@@ -52,7 +66,9 @@ class Both:
     spread: Spread | None = None
     """Of the whole series, where more is known than both sides tell."""
     p_value: float | None = None
-    """Corrected already, of a change that was found in a history."""
+    """Corrected already, where a history gives it."""
+    refused: str = ""
+    """Why the sides must not be compared in this row."""
 
     @property
     def exact(self) -> bool:
@@ -65,6 +81,8 @@ class Judged:
     """Rows, and what the launches say of the timed ones among them that have enough."""
 
     rows: tuple[Row, ...]
+    tested: tuple[Key, ...]
+    """Case and metric of each finding."""
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
 
@@ -85,18 +103,28 @@ def values_of(launches: Sequence[LaunchRecord]) -> dict[Key, list[float | Value]
     return found
 
 
-def pair_up(before: Sequence[LaunchRecord], after: Sequence[LaunchRecord]) -> list[Both]:
-    """Every row that either side has, in the order of the newer one."""
-    old, new = values_of(before), values_of(after)
-    return [
-        Both(
-            case=case,
-            metric=metric,
-            before=tuple(old.get((case, metric), ())),
-            after=tuple(new.get((case, metric), ())),
+def pair_up(base: Base, after: Sequence[LaunchRecord], *, exact_only: bool = False) -> list[Both]:
+    """Every row that either side has, in the order of the newer one; only the exact ones with ``exact_only``."""
+    old, new = values_of(base.times), values_of(after)
+    # why: an exact metric is held against the launches of every machine
+    old = {key: values for key, values in old.items() if metric_of(key[1]).better != "equal"}
+    old |= {key: values for key, values in values_of(base.exact).items() if metric_of(key[1]).better == "equal"}
+    refused = f"not compared: {' and '.join(base.refused)} differs, see the notes" if base.refused else ""
+    found = []
+    for case, metric in dict.fromkeys((*new, *old)):
+        exact = metric_of(metric).better == "equal"
+        if not exact and exact_only:
+            continue
+        found.append(
+            Both(
+                case=case,
+                metric=metric,
+                before=tuple(old.get((case, metric), ())),
+                after=tuple(new.get((case, metric), ())),
+                refused="" if exact and base.exact else refused,
+            )
         )
-        for case, metric in dict.fromkeys((*new, *old))
-    ]
+    return found
 
 
 def wrong_bits(launches: Sequence[LaunchRecord], where: str) -> dict[str, str]:
@@ -127,12 +155,31 @@ def settings_differ(before: Sequence[LaunchRecord], after: Sequence[LaunchRecord
     return found
 
 
-def mismatch_of(before: Sequence[LaunchRecord], after: Sequence[LaunchRecord], *, allowed: bool) -> dict[str, str]:
-    """What ``settings_differ`` says. Raises Undecided where it says anything and ``allowed`` is False."""
-    found = settings_differ(before, after)
-    if found and not allowed:
-        raise Undecided(f"cannot compare: {'; '.join(found.values())}; or add --allow-mismatch, which marks the report")
-    return found
+def base_of(
+    before: Sequence[LaunchRecord], after: Sequence[LaunchRecord], *, allowed: bool, one_machine: bool = False
+) -> Base:
+    """What of ``before`` may be held against ``after``, whose launches agree in every setting.
+
+    Times: launches of the same machine, configuration and suite. Exact metrics: of the same configuration and suite,
+    on whatever machine. ``allowed``: where there are none of these, what differs is let through. ``one_machine``: both
+    sides are known to be launched on one machine, whose id differs with the version of torch.
+    """
+    alike = [one for one in before if not set(settings_differ([one], after)) - {"machine_id"}]
+    same = alike if one_machine else [one for one in alike if not settings_differ([one], after)]
+    if same:
+        left = [len(alike) - len(same), len(before) - len(alike)]
+        notes = [
+            f"{what}{count} {'launch' if count == 1 else 'launches'} of another {of} are left out"
+            for count, what, of in zip(left, ("times of ", ""), ("machine", "configuration"), strict=True)
+            if count
+        ]
+        return Base(tuple(same), tuple(alike), notes=tuple(notes))
+    differ = settings_differ(alike or before, after)
+    if allowed or not differ:
+        return Base(tuple(alike or before), tuple(alike or before), mismatch=differ)
+    what = "times are not compared, exact metrics are" if alike else "nothing is compared"
+    said = f"{'; '.join(differ.values())}; or add --allow-mismatch, which marks the report: {what}"
+    return Base((), tuple(alike), refused=differ, notes=(said,))
 
 
 def side_of(launches: Sequence[LaunchRecord], label: str) -> Side:
@@ -145,6 +192,7 @@ def side_of(launches: Sequence[LaunchRecord], label: str) -> Side:
         machine_id=last.machine_id,
         config_hash=last.config_hash,
         launches=len(launches),
+        dirty=any(launch.dirty for launch in launches),
     )
 
 
@@ -155,16 +203,20 @@ def judged(both: Sequence[Both], wrong: dict[str, str], *, level: float, at_leas
     change of a time counts. ``hint``: how to take more launches, for people.
     """
     rows: dict[Key, Row] = {
-        (case, "digest"): bare_row(case, "digest", "wrong bits", text) for case, text in wrong.items()
+        (case, "digest"): _wrong_row(case, text, [one for one in both if one.case == case and one.exact])
+        for case, text in wrong.items()
     }
     notes = []
-    known = any(one.before for one in both)
+    known = any(one.before or one.refused for one in both)
     tested: list[Both] = []
     for one in both:
         key, counts = (one.case, one.metric), (len(one.before), len(one.after))
         if key in rows:
             continue
-        if not one.after:
+        if one.refused:
+            values = {"before": _middle(one.before), "after": _middle(one.after), "launches": counts}
+            rows[key] = bare_row(*key, "inconclusive", one.refused, **values)  # type: ignore[arg-type]
+        elif not one.after:
             text = "missing on the new side" if one.case not in wrong else "no launch with the right bits"
             rows[key] = bare_row(*key, "inconclusive", text, before=_middle(one.before), launches=counts)
         elif not one.before:
@@ -202,7 +254,19 @@ def judged(both: Sequence[Both], wrong: dict[str, str], *, level: float, at_leas
         )
     order = [(one.case, one.metric) for one in both]
     order = [*(key for key in rows if key not in order), *order]
-    return Judged(tuple(rows[key] for key in order), tuple(findings), tuple(notes))
+    keys = tuple((one.case, one.metric) for one in enough)
+    return Judged(tuple(rows[key] for key in order), keys, tuple(findings), tuple(notes))
+
+
+def _wrong_row(case: str, text: str, exact: Sequence[Both]) -> Row:
+    """A case in which bits were wrong, with its digests and launches where they were taken."""
+    own = next((one for one in exact if one.metric == "digest"), None)
+    if own is None:
+        counts = max(((len(one.before), len(one.after)) for one in exact), default=(0, 0))
+        return bare_row(case, "digest", "wrong bits", text, launches=counts)
+    counts = (len(own.before), len(own.after))
+    before, after = _middle(own.before), _middle(own.after)
+    return bare_row(case, "digest", "wrong bits", text, before=before, after=after, launches=counts)
 
 
 def _findings(both: Sequence[Both]) -> list[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = [
     "WorldConfig",
     "config_hash",
     "ends",
+    "exact_toml",
     "load_suite",
     "select_cases",
     "shipped_track_suites",
@@ -71,7 +73,7 @@ def _one_of(value: Any, valid: Sequence[str]) -> Any:
 
 def _times(value: Any) -> Any:
     names = list(value) if isinstance(value, list | tuple) else [value]
-    if not names or len(set(map(str, names))) != len(names):
+    if len(set(map(str, names))) != len(names):
         raise ValueError(f"give a list of different times: {', '.join(TIMES)}")
     return tuple(_one_of(name, TIMES) for name in names)
 
@@ -158,7 +160,7 @@ class CaseConfig(Config):
     bucket_bytes: Size | None = Field(default=None, alias="bucket")
     """Bytes of a bucket, such as ``1MiB``; by default by the move's size."""
     times: Times = TIMES
-    """What is timed: fewer where a part is too short to be told from noise."""
+    """What is timed: fewer where a part is too short to be told from noise, none where only exact metrics count."""
 
     @model_validator(mode="after")
     def _moves_one_thing(self) -> CaseConfig:
@@ -237,6 +239,27 @@ def select_cases(suite: TrackSuite, names: Sequence[str] | None) -> TrackSuite:
         if name not in have:
             raise InputError(f"suite {suite.name} has no case {name!r}: {nearest(name, have)}")
     return suite.model_copy(update={"cases": tuple(case for case in suite.cases if case.name in names)})
+
+
+def exact_toml(suite: TrackSuite) -> str:
+    """The suite as TOML with one repeat of every case, no warm-up and one planning: enough for what is exact, which is
+    the same in every repeat. Nothing that was left out is written, so that older versions read it."""
+    quick = suite.model_copy(update={"repeats": 1, "warmups": 0, "plan_repeats": 1})
+    content = quick.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
+    return "".join(f"{_key(name)} = {_toml(value)}\n" for name, value in content.items())
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    """A value on one line: JSON's texts, numbers and lists are TOML's too."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(name)} = {_toml(inner)}" for name, inner in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def config_hash(suite: TrackSuite, how: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from relaymeter.errors import (
     EXIT_UNDECIDED,
     EXIT_WRONG_BITS,
 )
+from relaymeter.harness.track.records import metric_of
 
 __all__ = ["Check", "Row", "Side", "Verdict"]
 
@@ -43,6 +44,8 @@ class Side:
     machine_id: str
     config_hash: str
     launches: int
+    dirty: bool = False
+    """Whether files differed from the commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,8 @@ class Check:
     """In what the sides differ (``machine_id``, ``config_hash``, ``schema_version``), let through by
     ``--allow-mismatch``; stamped on every output."""
     notes: tuple[str, ...] = ()
-    """What the reader has to know besides: a torn line set aside, launches left out."""
+    """What the reader has to know besides: a torn line set aside, launches left out, why times were refused, what
+    changed at an earlier commit."""
 
     def worst_first(self) -> tuple[Row, ...]:
         """The rows, the worst verdict first and the largest ratio first among equals."""
@@ -95,14 +99,18 @@ class Check:
         found = {verdict: sum(row.verdict == verdict for row in self.rows) for verdict in _ORDER}
         return {verdict: count for verdict, count in found.items() if count}
 
-    def exit_code(self, *, warn_only: bool) -> int:
+    def exit_code(self, *, warn_only: bool, undecided_ok: bool = False) -> int:
         """6 wrong bits, 3 a regression, 5 no baseline or no rows, 4 a row could not be decided, else 0.
 
-        ``warn_only`` makes 0 of 3, never of another.
+        ``warn_only`` makes 0 of 3, never of another. ``undecided_ok`` makes 0 of 4 where all that could not be decided
+        are times: an exact metric that is missing, or that nothing may be held against, is still a 4.
         """
         if not self.rows:
             return EXIT_NOTHING_MEASURED
-        found = [_EXITS[verdict] for verdict in self.counts()]
-        if warn_only:
-            found = [code for code in found if code != EXIT_GATE_MISSED]
-        return next((code for code in found if code != EXIT_OK), EXIT_OK)
+        for row in self.worst_first():
+            code = _EXITS[row.verdict]
+            passes = code == EXIT_GATE_MISSED and warn_only
+            passes |= code == EXIT_UNDECIDED and undecided_ok and metric_of(row.metric).better != "equal"
+            if code != EXIT_OK and not passes:
+                return code
+        return EXIT_OK

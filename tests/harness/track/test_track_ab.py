@@ -12,12 +12,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from relaymeter.errors import InputError, Undecided
 from relaymeter.harness.track import ab
-from relaymeter.harness.track.ab import LaunchFailed, LaunchPairs, Side, launch_side, other_side, this_side, turns
+from relaymeter.harness.track.ab import (
+    LaunchFailed,
+    LaunchPairs,
+    OutOfTime,
+    Side,
+    launch_side,
+    other_side,
+    this_side,
+    turns,
+    versions_differ,
+)
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
 
 RECORD = LaunchRecord(
@@ -94,6 +105,34 @@ def test_what_was_measured_before_an_interrupt_is_kept(tmp_path: Path) -> None:
     assert [record.launch for record in kept] == [1, 1, 2]
 
 
+def test_a_time_limit_goes_to_each_launch_and_ends_the_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(ab, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    asked: list[Sequence[str]] = []
+
+    def launch(_: Side, options: Sequence[str]) -> LaunchRecord:
+        asked.append(options[-4:])
+        clock.now += 10
+        return RECORD
+
+    sides = (_side("base"), _side("this"))
+    pairs = LaunchPairs(
+        sides, tmp_path / "s.toml", keep=lambda _: None, cases=["k"], time_limit_s=30, launch=launch
+    )  # fmt: skip
+    with pytest.raises(OutOfTime, match="time limit: 1 before and 2 after of 5 launches a side were measured") as ended:
+        pairs.take(5)
+    assert ended.value.exit_code == 124
+    assert asked == [["--case", "k", "--time-limit", left] for left in ("30", "20", "10")]
+
+
+def test_what_differs_between_the_sides_besides_their_code_is_told() -> None:
+    old, new = (replace(_side(name), versions={"torch": name, "nvidia-nccl-cu12": "2.21"}) for name in ("2.9", "2.10"))
+    assert versions_differ(old, new) == ["torch 2.9 before, 2.10 after"]
+    assert versions_differ(old, _side("bare"))[1] == "nvidia-nccl-cu12 2.21 before, none after"
+    assert versions_differ(new, new) == []
+    assert other_side(sys.executable).versions == this_side().versions
+
+
 def test_this_side_is_the_code_that_runs() -> None:
     side = this_side()
     assert side.python == sys.executable
@@ -161,7 +200,7 @@ def test_what_is_no_side_is_refused(tmp_path: Path) -> None:
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(InputError, match="is no python that imports relaymeter: no python here"):
         other_side(str(script))
-    script.write_text("#!/bin/sh\necho '[null, null, null]'\n", encoding="utf-8")
+    script.write_text("#!/bin/sh\necho '[null, null, null, null]'\n", encoding="utf-8")
     with pytest.raises(InputError, match="relaymeter is not installed there"):
         other_side(str(script))
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import shlex
 import subprocess
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from relaymeter.harness.cli import build_parser, main
 from relaymeter.harness.track import history
@@ -23,8 +19,6 @@ from surface import TRACK, TRACK_HIDDEN
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
-ROOT = Path(__file__).resolve().parents[3]
-DOCS = ROOT / "docs" / "tracking.md"
 EXACT = {"bytes_cross_node": 4096, "messages": 3, "digest": "00ff"}
 
 
@@ -84,6 +78,15 @@ BAD: dict[str, tuple[list[str], str]] = {
     "unknown case": (["track", "run", "--case", "none"], "suite ci has no case 'none': valid: "),
     "unknown fault": (["track", "run", "--fault", "slow"], "'slow' is not slow=SHARE or flip"),
     "launches of a history": (["track", "check", "--against", "history", "--launches", "3"], "--against takes none of"),
+    "a limit of a history": (["track", "check", "--against", "history", "--time-limit", "3"], "--time-limit is about"),
+    "a commit of an a/b": (["track", "check", "--ab", ".", "--commit", "HEAD"], "--commit is about a history"),
+    "a window of one": (["track", "check", "--against", "a", "--window", "3"], "it takes --against history"),
+    "unknown option of check": (
+        ["track", "check", "--against", "a", "--fast"],
+        "relaymeter track check: unrecognized arguments: --fast (see relaymeter track check --help)",
+    ),
+    "unknown option of run": (["track", "run", "--out", "x"], "(see relaymeter track run --help)"),
+    "unknown case of an a/b": (["track", "check", "--ab", ".", "--case", "none"], "suite ci has no case 'none'"),
     "a folder without code": (["track", "check", "--ab", "."], "--ab . holds no src/relaymeter/__init__.py"),
     "output exists": (["track", "check", "--against", "history", "--junit", "there"], "there exists"),
     "two outputs of one name": (
@@ -170,10 +173,10 @@ def test_every_report_is_written_of_one_check(
     assert "::error " in said.err
     summary = Path("summary").read_text(encoding="utf-8")
     assert summary.startswith("before\n")
-    assert "slower" in summary
+    assert "regression: 1 of 4 rows" in summary
     suite = ElementTree.parse("j").getroot()
     assert len(list(suite.iter("failure"))) == 1
-    assert "slower" in Path("m").read_text(encoding="utf-8")
+    assert "regression" in Path("m").read_text(encoding="utf-8")
     assert json.loads(Path("a").read_text(encoding="utf-8"))
     values = [record["metric"]["benchmark_values"] for record in json.loads(Path("h").read_text(encoding="utf-8"))]
     assert max(map(len, values)) == 6, "of the newest commit's launches alone"
@@ -192,98 +195,7 @@ def test_show_writes_the_page_of_a_history(
     assert "move_s" in Path("p.html").read_text(encoding="utf-8")
     assert main(["track", "show", "--history", "h.jsonl", "--out", "p.html"]) == 2
     assert main(["track", "show", "--history", "h.jsonl", "--out", "p.html", "--force"]) == 0
-
-
-def _blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", DOCS.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-
-
-def _scripts(entry: Any) -> Iterator[str]:
-    """Every command of a workflow: the values of ``run`` (GitHub), the lists under ``script`` (GitLab)."""
-    if isinstance(entry, dict):
-        for key, value in entry.items():
-            if key == "run" and isinstance(value, str):
-                yield from value.strip().splitlines()
-            elif key == "script":
-                yield from value
-            else:
-                yield from _scripts(value)
-    elif isinstance(entry, list):
-        for value in entry:
-            yield from _scripts(value)
-
-
-def test_the_example_suite_of_the_docs_is_one(tmp_path: Path) -> None:
-    from relaymeter.harness.track.case_plan import refuse_idle_routes
-    from relaymeter.harness.track.suite import CaseConfig, TrackSuite, WorldConfig, load_suite
-
-    (text,) = _blocks("toml")
-    (tmp_path / "moves.toml").write_text(text, encoding="utf-8")
-    suite = load_suite(str(tmp_path / "moves.toml"))
-    refuse_idle_routes(suite)
-    for model in (TrackSuite, WorldConfig, CaseConfig):
-        keys = {field.alias or name for name, field in model.model_fields.items()} - {
-            "cases",
-            "models",
-            "world",
-            "name",
-        }
-        assert not [key for key in keys if f"{key} =" not in text.replace("tensors = [", "tensors =")], model
-
-
-def test_every_exit_code_of_the_docs_and_every_option_of_a_report_is_there() -> None:
-    text = DOCS.read_text(encoding="utf-8")
-    for option in TRACK["check"] & {"--junit", "--github", "--markdown", "--action-benchmark", "--hud", "--otava"}:
-        assert f"| `{option}" in text, option
-    for code in (0, 2, 3, 4, 5, 6):
-        assert re.search(rf"^\| {code} \|", text, re.MULTILINE), code
-
-
-TINY = """
-repeats = 1
-warmups = 0
-[world]
-nodes = 2
-ranks_per_node = 1
-[[cases]]
-name = "k"
-tensors = [{ shape = [64] }]
-from = { kind = "zero3", nodes = [0] }
-to = { kind = "zero3", nodes = [1] }
-"""
-
-
-@pytest.mark.dist
-@pytest.mark.timeout(120)
-def test_the_example_workflows_of_the_docs_run(cli: Cli, tmp_path: Path) -> None:
-    """Their commands for real, on a tiny suite, with one launch where they take several."""
-    workflows = [yaml.safe_load(block) for block in _blocks("yaml")]
-    github, gitlab = workflows
-    assert set(github) == {"name", True, "jobs"}, "YAML 1.1 reads the key on as true, as GitHub knows"
-    assert gitlab["moves"]["allow_failure"] == {"exit_codes": [5]}
-    (tmp_path / "tiny.toml").write_text(TINY, encoding="utf-8")
-    (tmp_path / "base").symlink_to(ROOT)
-    expected = {"run": 0, "check --against": 5, "check --ab": 4, "show": 0}
-    done = []
-    for line in (line for workflow in workflows for line in _scripts(workflow.get("jobs", workflow))):
-        words = shlex.split(line)
-        if words[0] != "relaymeter":
-            assert re.match(r"(pip install -e \.|git worktree add \.\./base )", line), line
-            continue
-        assert words[1] == "track"
-        words = ["tiny.toml" if word == "ci" else "base" if word == "../base" else word for word in words[1:]]
-        ranks = words[1] == "run" or "--ab" in words
-        at = words.index("--launches") if "--launches" in words else None
-        words = words if at is None else words[:at] + words[at + 2 :]
-        words += ["--launches", "1"] if ranks else []
-        warm = words[1] == "run"
-        found = cli(*words, env={"GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}, limit_s=100.0, warm=warm)
-        key = words[1] if words[1] != "check" else f"check {'--ab' if '--ab' in words else '--against'}"
-        assert found.returncode == expected[key], (line, found.stderr)
-        done.append(key)
-        for name in [name for name in ("track.xml", "track.md") if (tmp_path / name).exists() and key == "check --ab"]:
-            (tmp_path / name).unlink()  # each workflow has a folder of its own
-    assert sorted(done) == sorted(expected)
-    assert (tmp_path / "summary").stat().st_size
-    assert (tmp_path / "track.html").stat().st_size
-    assert (tmp_path / "track.csv").stat().st_size
+    assert main(["track", "show", "--out", "q.html"]) == 5
+    assert "history .relaymeter/track.jsonl does not exist" in capsys.readouterr().err
+    _kept(Path(".relaymeter/track.jsonl"), _side("a", 1.0))
+    assert main(["track", "show", "--out", "q.html"]) == 0

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from track_launches import case, commit_launches, launch, side
+from track_launches import case, launch, side
 
-from relaymeter.errors import InputError, NothingMeasured, Undecided
+from relaymeter.errors import NothingMeasured
 from relaymeter.harness.track.judge import check_ab, check_history, level_of, next_launches
 from relaymeter.harness.track.records import LaunchRecord
 from relaymeter.harness.track.verdicts import Check, Row
@@ -231,25 +231,94 @@ def test_nothing_to_hold_against_is_no_pass() -> None:
 
 
 @pytest.mark.parametrize("field", ["machine_id", "config_hash", "suite"])
-def test_another_machine_configuration_or_suite_is_refused_unless_it_is_allowed(field: str) -> None:
+def test_another_machine_s_times_and_anything_of_another_configuration_are_refused_unless_allowed(field: str) -> None:
     before, after = side(0.01), [replace(one, **{field: "other-2"}) for one in side(0.01, commit="b")]
     works = (
         lambda **options: check_ab(before, after, labels=("base", "new"), **options),
         lambda **options: check_history([*before, *after], against="aaaa", **options),
+        lambda **options: check_history([*before, *after], against="history", **options),
     )
-    for work in works:
-        with pytest.raises(Undecided) as caught:
-            work()
-        text = str(caught.value)
-        assert caught.value.exit_code == 4
+    for work in works if field != "suite" else works[:2]:
+        check = work()
+        assert (check.exit_code(warn_only=True), check.mismatch) == (4, ())
+        assert (row(check).verdict, row(check).ratio) == ("inconclusive", None)
+        assert row(check).text == f"not compared: {field} differs, see the notes"
+        assert row(check, "messages").verdict == ("ok" if field == "machine_id" else "inconclusive")
+        text = check.notes[0]
         assert field in text and "other-2" in text and getattr(before[0], field) in text
         assert "--allow-mismatch" in text
-        check = work(allow_mismatch=True)
-        assert check.mismatch == (field,)
+        assert check.exit_code(warn_only=False, undecided_ok=True) == (0 if field == "machine_id" else 4)
+        allowed = work(allow_mismatch=True)
+        assert allowed.mismatch == (field,)
+        assert allowed.exit_code(warn_only=False) == 0
+
+
+def test_an_exact_metric_that_changed_is_a_regression_on_whatever_machine() -> None:
+    before = exact({"messages": 12, "digest": "aa"}, 5)
+    more = [replace(one, commit="b" * 40, machine_id="m2") for one in exact({"messages": 13, "digest": "aa"}, 1)]
+    bits = [replace(one, commit="b" * 40, machine_id="m2") for one in exact({"messages": 12, "digest": "bb"}, 1)]
+    for against in ("history", "bbbb"):
+        base = [replace(one, commit="bbbb" + "0" * 36) for one in before]
+        new = [replace(one, commit="c" * 40) for one in more]
+        check = check_history([*base, *new], against=against)
+        assert (row(check, "messages").verdict, row(check, "messages").text) == (
+            "regression", "1 more, +8.33%" + (" since ccccccccc" if against == "history" else ""),
+        )  # fmt: skip
+    assert check_history([*base, *bits], against="history").exit_code(warn_only=True) == 6
+
+
+def test_both_sides_of_an_ab_are_of_one_machine_whatever_torch_each_runs_on() -> None:
+    before, after = side(0.01), [replace(one, machine_id="with torch 2.10") for one in side(0.012, commit="b")]
+    check = check_ab(before, after, labels=("base", "new"), one_machine=True)
+    assert (row(check).verdict, check.mismatch) == ("regression", ())
+    other = [replace(one, config_hash="other") for one in after]
+    assert check_ab(before, other, labels=("base", "new"), one_machine=True).exit_code(warn_only=True) == 4
+
+
+def test_sides_of_an_ab_say_of_changed_files_and_outside_a_checkout_of_the_version() -> None:
+    dirty = [replace(one, dirty=True) for one in side(0.01)]
+    outside = [replace(one, commit=None, version="0.8") for one in side(0.01)]
+    check = check_ab(outside, dirty, labels=("venv/bin/python", "this"))
+    assert check.before is not None
+    assert (check.before.label, check.after.label) == ("venv/bin/python, version 0.8", "this")
+    assert (check.before.dirty, check.after.dirty) == (False, True)
+
+
+def test_exact_metrics_alone_are_judged_by_a_launch_and_no_time_is_shown() -> None:
+    for check in (
+        check_ab(side(0.01, 1), side(0.1, 1), labels=("base", "new"), exact_only=True),
+        check_history([*side(0.01, 1), *side(0.1, 1, commit="b")], against="history", exact_only=True),
+        check_history([*side(0.01, 1), *side(0.1, 1, commit="b")], against="aa", exact_only=True),
+    ):
+        assert {one.metric for one in check.rows} == {"messages", "digest"}
         assert check.exit_code(warn_only=False) == 0
-    if field != "suite":
-        with pytest.raises(Undecided, match=field):
-            check_history([*before, *after], against="history")
+        assert check.notes[0].startswith("times are not judged, only exact metrics")
+    assert next_launches(side(0.01, 1), side(0.01, 1), 1, exact_only=True) == 0
+    assert next_launches(side(0.01), side(0.011), 5, exact_only=True) == 0
+
+
+def test_undecided_times_may_pass_but_no_regression_no_missing_case_and_no_baseline() -> None:
+    few = ab(side(0.01, 3), side(0.1, 3))
+    assert (few.exit_code(warn_only=True), few.exit_code(warn_only=False, undecided_ok=True)) == (4, 0)
+    assert few.counts()["inconclusive"] == 1
+    both = replace(few, rows=(*few.rows, row(ab(side(0.01), side(0.02)))))
+    codes = {
+        (warn, ok): both.exit_code(warn_only=warn, undecided_ok=ok) for warn in (False, True) for ok in (False, True)
+    }
+    assert codes == {(False, False): 3, (True, False): 4, (False, True): 3, (True, True): 0}
+    gone = [replace(one, cases=(*one.cases, case("gone"))) for one in side(0.01)]
+    assert ab(gone, side(0.01)).exit_code(warn_only=False, undecided_ok=True) == 4
+    assert ab([], side(0.01)).exit_code(warn_only=True, undecided_ok=True) == 5
+
+
+def test_wrong_bits_are_shown_with_the_launches_and_digests_of_both_sides() -> None:
+    good = side(0.01)
+    bad = [replace(one, cases=(case(passed=7, exact={"messages": 12, "digest": "cd34"}),)) for one in good[:4]]
+    found = row(ab(good, bad), "digest")
+    assert (found.before, found.after) == ("ab12", "cd34")
+    assert (found.launches_before, found.launches_after) == (5, 4)
+    bare = [replace(one, cases=(case(passed=7, exact={"messages": 12}),)) for one in good]
+    assert row(ab(bare, bare), "digest").launches_after == 5
 
 
 def test_more_launches_are_asked_for_only_where_they_may_tell_something() -> None:
@@ -287,131 +356,3 @@ def test_unchanged_launches_raise_few_alarms_and_ten_percent_is_mostly_caught() 
     assert shares["false alarms, 3% drift, 5 launches, 20 rows"] == 0
     assert shares["+20% caught, 3% drift, 5 launches, 20 rows"] == 1
     assert tables[0].row_count == 40
-
-
-def newest(bases: Sequence[float], **options: object) -> Check:
-    return check_history(commit_launches(bases), against="history", **options)  # type: ignore[arg-type]
-
-
-def test_a_jump_two_commits_ago_is_a_regression_at_that_commit_and_not_for_ever() -> None:
-    jumped = [0.01] * 6 + [0.012]
-    for ago in range(5):
-        check = newest([*jumped, *[0.012] * ago])
-        found = row(check)
-        assert found.verdict == "regression", ago
-        assert found.ratio == pytest.approx(1.2)
-        commits = {0: "", 1: " (1 commit ago)"}.get(ago, f" ({ago} commits ago)")
-        assert found.text.startswith(f"1.20x slower since 060606060{commits}, 95 % ")
-        assert found.text.endswith(f", 30 and {5 * (ago + 1)} launches")
-        assert check.exit_code(warn_only=False) == 3
-    check = newest([*jumped, *[0.012] * 5])
-    assert row(check).verdict == "ok"
-    assert check.exit_code(warn_only=False) == 0
-    assert "is 1.20x slower since 060606060 (5 commits ago)" in check.notes[0]
-
-
-def test_a_jump_that_came_back_is_an_improvement_over_it_and_a_note() -> None:
-    check = newest([0.01] * 6 + [0.012] * 2 + [0.01] * 2)
-    assert row(check).verdict == "improvement"
-    assert "since 080808080 (1 commit ago)" in row(check).text
-    assert "1.20x slower since 060606060" in check.notes[0]
-
-
-def test_a_steady_history_is_ok_and_its_newest_commit_is_held_against_all_before() -> None:
-    check = newest([0.01] * 8)
-    found = row(check)
-    assert (found.verdict, found.launches_before, found.launches_after) == ("ok", 35, 5)
-    assert check.before is not None
-    assert (check.before.label, check.before.launches, check.after.label) == ("the 7 commits before", 35, "070707070")
-
-
-def test_two_commits_are_a_history_already() -> None:
-    assert row(newest([0.01, 0.012])).verdict == "regression"
-    assert row(newest([0.01, 0.01])).verdict == "ok"
-
-
-def test_the_first_commit_of_a_history_has_no_baseline_and_an_empty_history_nothing() -> None:
-    check = newest([0.01])
-    assert check.before is None
-    assert {one.verdict for one in check.rows} == {"no baseline"}
-    assert check.exit_code(warn_only=True) == 5
-    assert "first commit of the history" in check.notes[0]
-    with pytest.raises(NothingMeasured, match="relaymeter track run"):
-        check_history([], against="history")
-
-
-def test_a_commit_is_named_by_any_prefix_and_an_unknown_one_says_what_is_held() -> None:
-    history = commit_launches([0.01, 0.01, 0.02, 0.02])
-    for against in ("01", "0101010", "01" * 20):
-        check = check_history(history, against=against)
-        assert check.before is not None
-        assert (check.before.label, check.before.commit) == ("010101010", "01" * 20)
-        assert (row(check).verdict, row(check).launches_before) == ("regression", 5)
-    check = check_history(history, against="feed")
-    assert check.exit_code(warn_only=True) == 5
-    assert "holds no launch of feed" in check.notes[0]
-    assert "010101010, 020202020" in check.notes[0]
-
-
-def test_an_ambiguous_prefix_and_the_newest_commit_itself_are_refused() -> None:
-    history = commit_launches([0.01, 0.01, 0.01])
-    with pytest.raises(InputError, match="begins 000000000, 010101010, 020202020: give more"):
-        check_history(history, against="0")
-    with pytest.raises(InputError, match="is the newest commit of the history itself"):
-        check_history(history, against="0202")
-
-
-def test_dirty_launches_are_kept_apart_from_the_commit_they_began_from() -> None:
-    history = commit_launches([0.01, 0.01])
-    dirty = [replace(one, commit="01" * 20, dirty=True) for one in side(0.02)]
-    check = check_history([*history, *dirty], against="0101")
-    assert check.after.label == "010101010-dirty"
-    assert check.before is not None and check.before.label == "010101010"
-    assert row(check).verdict == "regression"
-    assert row(check_history([*history, *dirty], against="history")).launches_before == 10
-    later = [replace(one, commit="02" * 20) for one in side(0.01)]
-    again = check_history([*history, *dirty, *later], against="history")
-    assert (row(again).verdict, row(again).launches_before) == ("ok", 10)
-    named = check_history([*history, *dirty, *later], against="0101-dirty")
-    assert row(named).verdict == "improvement"
-
-
-def test_a_base_measured_again_after_the_newest_commit_is_still_the_base() -> None:
-    history = commit_launches([0.01, 0.012])
-    check = check_history([*history, *history[:5]], against="0000")
-    assert (check.after.label, row(check).verdict, row(check).launches_before) == ("010101010", "regression", 10)
-
-
-def test_launches_of_another_machine_do_not_stand_in_where_this_one_has_a_baseline() -> None:
-    history = commit_launches([0.01, 0.01])
-    other = [replace(one, machine_id="other") for one in commit_launches([0.03] * 2)]
-    check = check_history([*other, *history], against="history")
-    assert (row(check).verdict, row(check).launches_before, check.mismatch) == ("ok", 5, ())
-    assert row(check_history([*other, *history], against="00")).before == pytest.approx(0.01)
-
-
-def test_an_exact_metric_in_a_history_fails_at_its_commit_within_the_same_window() -> None:
-    def counted(values: Sequence[int]) -> list[LaunchRecord]:
-        return [replace(exact({"messages": value}, 1)[0], commit=f"{at:02x}" * 20) for at, value in enumerate(values)]
-
-    found = row(check_history(counted([12, 12, 14, 14, 14]), against="history"), "messages")
-    assert (found.verdict, found.before, found.after) == ("regression", 12, 14)
-    assert found.text == "2 more, +16.7% since 020202020 (2 commits ago)"
-    assert row(check_history(counted([12, 14, 14, 14, 14, 14, 14]), against="history"), "messages").verdict == "ok"
-    assert row(check_history(counted([12, 14, 12]), against="history"), "messages").verdict == "improvement"
-
-
-def test_a_base_that_lost_bits_is_no_baseline_and_no_fault_of_the_newest_commit() -> None:
-    history = commit_launches([0.01] * 4)
-    lost = [
-        replace(one, cases=tuple(replace(c, digest_passed=7, exact={"digest": "bad"}) for c in one.cases))
-        for one in history[:5]
-    ]
-    check = check_history([*lost, *history[5:]], against="history")
-    assert check.exit_code(warn_only=False) == 0
-    assert row(check).launches_before == 10
-    assert check.notes[0] == "tp2: 7 of 8 digests matched in 5 of 15 launches of the base: left out"
-    alone = check_history([*lost, *history[5:10]], against="0000")
-    assert alone.exit_code(warn_only=False) == 5
-    newest_lost = [*history[5:], *(replace(one, commit="ff" * 20) for one in lost)]
-    assert check_history(newest_lost, against="history").exit_code(warn_only=True) == 6

@@ -10,6 +10,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime, timezone
 
 import pytest
 from markdown_it import MarkdownIt
@@ -62,8 +63,8 @@ def many(count: int) -> Check:
     return replace(CHECK, rows=tuple(rows))
 
 
-def printed(check: Check) -> str:
-    console = Console(width=220, record=True, file=io.StringIO())
+def printed(check: Check, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     for table in terminal.tables(check):
         console.print(table)
     return console.export_text()
@@ -73,12 +74,60 @@ def test_the_table_shows_the_worst_rows_first_with_both_values_the_ratio_and_its
     text = printed(CHECK)
     order = [text.index(name) for name in ("wrong bits", "regression", "inconclusive", "ok ")]
     assert order == sorted(order)
-    for piece in ("17.2 ms", "23 ms", "1.34x [1.22, 1.47]", "<0.0001", "16,777,216 B", "00ff", "00fe", "interleaved"):
+    for piece in ("17.2 ms", "23 ms", "1.34x [1.22, 1.47]", "16,777,216 B", "00ff", "00fe", "interleaved"):
         assert piece in text
-    assert terminal.lines(CHECK) == [
-        "WRONG BITS: 1 of 5 rows",
-        "rows: 1 wrong bits, 1 regression, 1 inconclusive, 2 ok",
-    ]
+    assert terminal.lines(CHECK) == ["WRONG BITS: 1 of 5 rows; also 1 regression, 1 inconclusive, 2 ok"]
+
+
+def test_a_row_is_one_line_of_120_characters_and_what_its_columns_say_is_not_said_again() -> None:
+    name = "zero3-tp2-all-to-all"
+    check = replace(CHECK, rows=tuple(replace(row, case=name) for row in (ROW, NOISY, EXACT, SLOWER)))
+    lines = printed(check).splitlines()
+    assert max(map(len, map(str.rstrip, lines))) <= 120
+    table = "\n".join(lines[: next(at for at, line in enumerate(lines) if line.startswith("ratio:"))])
+    assert table.count(name) == 4 and len([line for line in table.splitlines() if line.strip()]) == 7
+    assert "slower" not in "\n".join(lines) and "equal" not in "\n".join(lines)
+    (told,) = [line for line in lines if NOISY.text in line]
+    assert told.split()[:2] == [name, "move_s"]
+
+
+def test_undecided_rows_with_one_reason_stand_in_one_line() -> None:
+    few = "1 launch on a side can never decide, 5 are needed"
+    rows = [replace(NOISY, case=f"c{at}", text=f"{few}: 1.{at}x slower so far: take more") for at in range(3)]
+    text = printed(replace(CHECK, rows=(*rows, EXACT)))
+    assert text.count(few) == 1 and f"{few}: take more" in text and "3 rows" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (SLOWER, ""),
+        (replace(SLOWER, text="1.34x slower since 1a2b3c4d5 (2 commits ago), 95 % 1.2-1.4, 8 launches"),
+         "since 1a2b3c4d5 (2 commits ago)"),
+        (EXACT, ""),
+        (replace(EXACT, verdict="regression", after=16_777_217, text="1 B more"), "1 B more"),
+        (replace(EXACT, before=None, text="new: there is nothing to hold it against"),
+         "new: there is nothing to hold it against"),
+        (replace(NOISY, text="a slow-down of 1.75x is not excluded: 0.95x, 95 % 0.36-1.75, 9 and 5 launches: more"),
+         "a slow-down of 1.75x is not excluded: more"),
+        (WRONG, "3 of 4 digests"),
+    ],
+)  # fmt: skip
+def test_a_remark_is_what_the_columns_do_not_say(row: Row, told: str) -> None:
+    assert row_texts.remark(row) == told
+
+
+def test_values_of_a_row_as_a_change_its_launches_and_its_ratio() -> None:
+    more = replace(EXACT, metric="messages", before=32, after=44, launches_before=9, launches_after=5)
+    assert (row_texts.change_text(more), row_texts.launches_text(more)) == ("32 -> 44", "9+5")
+    none = replace(WRONG, before=None, after=None, launches_before=0, launches_after=0)
+    assert (row_texts.change_text(none), row_texts.launches_text(none)) == ("", "-")
+    assert row_texts.change_text(replace(more, before=None)) == "44"
+    assert row_texts.ratio_text(replace(SLOWER, ratio=16.84, ratio_low=9.999, ratio_high=120.3)) == "16.8x [10.00, 120]"
+
+
+def test_a_side_with_changed_files_says_so() -> None:
+    assert row_texts.side_text(replace(BEFORE, dirty=True)) == "main (aaaaaaaaa-dirty, 8 launches)"
 
 
 def test_names_with_markup_and_controls_show_as_they_are_on_the_terminal() -> None:
@@ -91,6 +140,12 @@ def test_names_with_markup_and_controls_show_as_they_are_on_the_terminal() -> No
 
 def test_no_baseline_and_no_rows_never_look_like_a_pass() -> None:
     assert terminal.lines(NO_BASE)[0] == "no baseline: 1 of 1 row"
+    first = replace(NO_BASE, rows=NO_BASE.rows * 12)
+    assert terminal.tables(first) == [] and len(terminal.lines(first)) <= 9
+    assert {"track run", ".gitignore"} <= {word for word in ("track run", ".gitignore") for line in
+                                           terminal.lines(first) if word in line}  # fmt: skip
+    assert "WRONG" in terminal.lines(replace(first, rows=(*first.rows, WRONG)))[0]
+    assert len(terminal.tables(replace(first, rows=(*first.rows, WRONG)))) == 2
     assert any("no pass" in line for line in terminal.lines(NO_BASE))
     empty = replace(CHECK, rows=())
     assert terminal.tables(empty) == [] and terminal.lines(empty)[0] == "nothing was compared"
@@ -101,7 +156,7 @@ def test_no_baseline_and_no_rows_never_look_like_a_pass() -> None:
 def test_differences_behind_the_first_digits_of_a_digest_are_shown() -> None:
     row = replace(WRONG, before="0" * 40, after="0" * 39 + "1")
     assert row_texts.values_text(row) == ("0" * 40, "0" * 39 + "1")
-    assert row_texts.values_text(replace(row, before="1" * 40)) == ("1" * 15 + "\u2026", "0" * 15 + "\u2026")
+    assert row_texts.values_text(replace(row, before="1" * 40)) == ("1" * 11 + "\u2026", "0" * 11 + "\u2026")
 
 
 @pytest.mark.parametrize(
@@ -162,11 +217,24 @@ def test_junit_fails_regressions_and_wrong_bits_and_skips_what_is_undecided() ->
     assert failure.attrib["type"] == "regression" and "17.2 ms" in str(failure.text)
     assert found["ci.broken", "digest"].find("failure") is not None
     skipped = found["ci.noisy", "move_s"].find("skipped")
-    assert skipped is not None and skipped.attrib["message"] == skipped.text == f"inconclusive: {NOISY.text}"
+    assert skipped is not None and skipped.attrib["message"] == f"inconclusive: {NOISY.text}"
+    assert skipped.text == "inconclusive: 17.2 ms -> 17.3 ms, 1.20x [0.97, 1.04], launches 8"
+    assert failure.text == "regression: 17.2 ms -> 23 ms, 1.34x [1.22, 1.47], launches 8"
+    bare = replace(WRONG, before=None, after=None)
+    (wrong,) = ET.fromstring(junit.junit(replace(CHECK, rows=(bare,)))).iter("failure")
+    assert wrong.text == "wrong bits: 3 of 4 digests"
     assert [child.tag for child in found["ci.weights", "move_s"]] == ["system-out"]
     properties = {entry.attrib["name"]: entry.attrib["value"] for entry in root.iter("property")}
     assert properties["before.commit"] == "a" * 40 and properties["after.launches"] == "8"
     assert "no baseline" in {entry.attrib["value"] for entry in ET.fromstring(junit.junit(NO_BASE)).iter("property")}
+
+
+def test_junit_has_a_time_stamp_and_no_time_of_a_test_case() -> None:
+    when = datetime(2026, 12, 1, 2, 3, 4, tzinfo=timezone.utc)
+    root = ET.fromstring(junit.junit(CHECK, utc=when))
+    assert root[0].attrib["timestamp"] == "2026-12-01T02:03:04" and root[0].attrib["tests"] == "5"
+    assert re.fullmatch(r"[\d-]{10}T[\d:]{8}", ET.fromstring(junit.junit(CHECK))[0].attrib["timestamp"])
+    assert not [case for case in root.iter("testcase") if "time" in case.attrib]
 
 
 def test_junit_carries_any_name() -> None:
@@ -197,7 +265,7 @@ def test_the_comment_shows_what_is_not_ok_and_folds_the_rest() -> None:
     shown, folded = text.split("<details>")
     assert "WRONG BITS" in shown.splitlines()[0]
     assert shown.index("wrong bits |") < shown.index("regression |") < shown.index("inconclusive |")
-    assert "16,777,216 B" in folded and "16,777,216 B" not in shown and "2 other rows" in folded
+    assert "16,777,216 B" in folded and "16,777,216 B" not in shown and "2 other rows (2 ok)" in folded
     assert "This is no pass" in markdown.comment(NO_BASE)
 
 
@@ -227,11 +295,25 @@ def test_one_huge_text_does_not_fill_the_summary() -> None:
 def test_annotations_are_at_most_ten_and_the_last_counts_the_others() -> None:
     found = github.annotations(many(3))
     assert len(found) == 10
-    assert found[0].startswith("::error title=regression%3A slow-29 move_s::1.34x slower, 95 %25 ")
+    assert found[0].startswith("::error title=regression%3A slow-29 move_s::17.2 ms -> 23 ms: 1.34x slower, 95 %25 ")
     assert found[-1] == "::error title=21 more::21 regression: see the step summary"
     assert [line.split(" ")[0] for line in github.annotations(CHECK)] == ["::error", "::error", "::warning"]
     assert github.annotations(replace(CHECK, rows=(ROW, EXACT))) == []
     assert len(github.annotations(replace(CHECK, rows=(SLOWER,) * 10))) == 10
+
+
+def test_an_annotation_of_an_exact_metric_says_both_values() -> None:
+    row = replace(EXACT, metric="messages", verdict="regression", before=32, after=44, text="12 more, +37.5%")
+    (found,) = github.annotations(replace(CHECK, rows=(row,)))
+    assert found == "::error title=regression%3A weights messages::32 -> 44: 12 more, +37.5%25"
+
+
+def test_rows_that_could_not_be_decided_share_one_warning() -> None:
+    rows = [replace(NOISY, case=f"c{at}") for at in range(12)]
+    error, warning = github.annotations(replace(CHECK, rows=(*rows, SLOWER)))
+    assert error.startswith("::error ")
+    assert warning.startswith("::warning title=inconclusive%3A 12 of 13 rows::c0 move_s, c1 move_s, ")
+    assert "and 7 more" in warning and NOISY.text in warning
 
 
 def test_annotations_escape_what_would_be_another_command() -> None:

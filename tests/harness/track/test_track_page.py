@@ -117,7 +117,38 @@ def test_changes_stand_in_a_list_and_exact_metrics_in_a_table() -> None:
     assert "10 ms13.4 ms<0.0001" in found and "also changed there" in found
     assert "bytes_total1,024 B000000000: 1,000 B \u2192 1,024 B" in found
     assert "digest00ffnever" in found
-    assert "No metric changed" in page(history(), [])
+    assert "No metric changed" in page(history(2), [])
+
+
+def test_a_change_of_an_exact_metric_is_a_change_in_every_list() -> None:
+    text = page(history(), [])
+    found = outline(text).text
+    assert "No metric changed" not in text
+    assert "000000000weightsbytes_total\u25b2 +2.4%1,000 B1,024 Bexact-" in found
+    assert "\u25b2 +2.4% bytes_total at 000000000" in found, "in the overview"
+    both = outline(page(history(), [change(2)])).text
+    assert "10 ms13.4 ms<0.0001bytes_total 1,000 B \u2192 1,024 B" in both
+    other = [replace(one, cases=(replace(one.cases[0], exact={"digest": f"0{one.commit == f'{1:040x}'}"}),))
+             for one in history(2)]  # fmt: skip
+    assert "\u25c6 other bits" in page(other, [])
+
+
+def test_things_are_counted_in_the_singular_and_plural() -> None:
+    both = [change(4), change(4, metric="plan_s")]  # of one case at one commit: one change
+    facts = re.findall("<li>(.*?)</li>", page(history(), both))
+    assert facts == [
+        "<b>6</b> commits", "<b>30</b> launches", "<b>1</b> case", "<b>1</b> change of times for the worse",
+        "<b>0</b> for the better", "<b>1</b> change of an exact metric", "<b>all</b> bits arrived",
+    ]  # fmt: skip
+    facts = re.findall("<li>(.*?)</li>", page(history(1, 1), []))
+    assert facts[:2] == ["<b>1</b> commit", "<b>1</b> launch"]
+    assert "<b class=bad>1</b> result with WRONG BITS" in page([launch(0, ok=False)], [])
+
+
+def test_launches_of_other_machines_are_pointed_at_from_the_top() -> None:
+    text = page([launch(0, machine="m0"), *history()], [])
+    assert '<a href="#others">1 launch of other' in text and text.count('id="others"') == 1
+    assert "#others" not in page(history(), [])
 
 
 def test_launches_with_wrong_bits_are_marked_and_their_times_not_drawn() -> None:

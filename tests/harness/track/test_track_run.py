@@ -15,7 +15,7 @@ from exact_metrics import committed, exact_of
 
 from relaymeter.harness import emit
 from relaymeter.harness.track import launches
-from relaymeter.harness.track.launches import checkout, plan_launches
+from relaymeter.harness.track.launches import checkout, plan_launches, revision
 from relaymeter.harness.track.records import LaunchRecord
 from relaymeter.harness.track.suite import TIMES, load_suite, suite_path
 
@@ -157,10 +157,13 @@ def test_the_revision_is_that_of_the_checkout_that_holds_the_package(tmp_path: P
     package = tmp_path / "src" / "relaymeter" / "__init__.py"
     package.parent.mkdir(parents=True)
     package.write_text("", encoding="utf-8")
-    assert checkout(package) == launches.Checkout(None, None, False)
+    assert (checkout(package), revision("HEAD", package)) == (launches.Checkout(None, None, False), None)
     git("init", "-q")
     git("add", ".")
     git("commit", "-q", "-m", "first", "--date", "2026-01-02T03:04:05+02:00")
+    assert [revision(text, package) for text in ("HEAD", "HEAD~0", "none", "--all", "")] == [
+        *[git("rev-parse", "HEAD")] * 2, None, None, None,
+    ]  # fmt: skip
     found = checkout(package)
     assert (found.commit, found.dirty) == (git("rev-parse", "HEAD"), False)
     assert found.commit_utc is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from relaymeter.harness.track.case_plan import refuse_idle_routes, schedule
 from relaymeter.harness.track.suite import (
     TrackSuite,
     config_hash,
+    exact_toml,
     load_suite,
     select_cases,
     shipped_track_suites,
@@ -73,7 +75,7 @@ def test_the_committed_exact_metrics_are_those_of_the_schedules() -> None:
         ({"cases": [{"name": "a", "model": "m", **SIDES}]}, "case a: no model 'm'"),
         ({"cases": [{**CASE, "route": "relais"}]}, "did you mean 'relay'? valid: chain, direct, relay, spread"),
         ({"cases": [{**CASE, "times": ["move"]}]}, "did you mean 'move_s'?"),
-        ({"cases": [{**CASE, "times": []}]}, "give a list of different times"),
+        ({"cases": [{**CASE, "times": ["move_s", "move_s"]}]}, "give a list of different times"),
         ({"cases": [{**CASE, "bucket": "1KiB"}]}, "at least 4096 bytes"),
         ({"cases": [{**CASE, "bucket": "big"}]}, "'big' is not a size in bytes"),
         ({"cases": [{**CASE, "dtype": "bf16"}]}, "'dtype' = 'bf16': valid: bfloat16, complex64, "),
@@ -135,3 +137,16 @@ def test_the_hash_is_of_content_and_of_how_ranks_were_started_not_of_the_name() 
         (_suite(), {"launcher": "torchrun"}),
     ):
         assert config_hash(suite, started) != known
+
+
+def test_a_suite_for_exact_metrics_alone_is_the_same_but_for_one_repeat(tmp_path: Path) -> None:
+    suite = load_suite("ci")
+    (tmp_path / "suite.toml").write_text(exact_toml(suite), encoding="utf-8")
+    found = load_suite(str(tmp_path / "suite.toml"))
+    assert found == suite.model_copy(update={"repeats": 1, "warmups": 0, "plan_repeats": 1})
+
+
+def test_a_suite_may_time_nothing(tmp_path: Path) -> None:
+    text = suite_path("ci").read_text(encoding="utf-8")
+    (tmp_path / "none.toml").write_text(re.sub(r"times = .*", "times = []", text), encoding="utf-8")
+    assert {case.times for case in load_suite(str(tmp_path / "none.toml")).cases} == {()}

@@ -1,0 +1,234 @@
+"""Verdicts upon a commit of a history: which commit fails, against what, and what is only a note."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from track_launches import STEADY, case, commit_launches, launch, side
+
+from relaymeter.errors import InputError, NothingMeasured
+from relaymeter.harness.track.changes import change_points
+from relaymeter.harness.track.judge import check_history
+from relaymeter.harness.track.records import LaunchRecord
+from relaymeter.harness.track.verdicts import Check, Row
+
+
+def row(check: Check, metric: str = "move_s", name: str = "tp2") -> Row:
+    (found,) = [one for one in check.rows if (one.case, one.metric) == (name, metric)]
+    return found
+
+
+def exact(values: Mapping[str, int | str]) -> LaunchRecord:
+    return launch(case(exact=values, samples={}))
+
+
+def newest(bases: Sequence[float], **options: object) -> Check:
+    return check_history(commit_launches(bases), against="history", **options)  # type: ignore[arg-type]
+
+
+def test_a_jump_is_a_regression_of_the_commit_that_made_it_and_a_note_for_those_after() -> None:
+    jumped = [0.01] * 6 + [0.012]
+    check = newest(jumped)
+    assert (row(check).verdict, row(check).ratio) == ("regression", pytest.approx(1.2))
+    assert row(check).text.startswith("1.20x slower since 060606060, 95 % ")
+    assert check.exit_code(warn_only=False) == 3
+    for ago in range(1, 6):
+        check = newest([*jumped, *[0.012] * ago])
+        assert (row(check).verdict, row(check).launches_before) == ("ok", 5 * ago)
+        assert check.exit_code(warn_only=False) == 0
+        commits = "1 commit ago" if ago == 1 else f"{ago} commits ago"
+        assert check.notes == (f"tp2: move_s is 1.20x slower since 060606060 ({commits}): not this commit's change",)
+    assert newest([*jumped, *[0.012] * 11]).notes == ()
+
+
+def test_within_a_wider_window_a_jump_fails_until_it_is_older() -> None:
+    jumped = [0.01] * 6 + [0.012]
+    for ago in range(5):
+        check = newest([*jumped, *[0.012] * ago], window=5)
+        found = row(check)
+        assert (found.verdict, found.ratio) == ("regression", pytest.approx(1.2)), ago
+        commits = {0: "", 1: " (1 commit ago)"}.get(ago, f" ({ago} commits ago)")
+        assert found.text.startswith(f"1.20x slower since 060606060{commits}, 95 % ")
+        assert found.text.endswith(f", 30 and {5 * (ago + 1)} launches")
+    assert newest([*jumped, *[0.012] * 5], window=5).exit_code(warn_only=False) == 0
+    single = [one for at in range(0, 60, 5) for one in commit_launches([0.01] * 7 + [0.02] * 5)[at : at + 1]]
+    assert check_history(single, against="history").exit_code(warn_only=False) == 4
+    assert check_history(single, against="history", window=5).exit_code(warn_only=False) == 3
+
+
+def test_with_a_launch_a_commit_the_newest_commits_of_the_window_are_judged_together() -> None:
+    history = commit_launches([0.01 * factor for factor in STEADY], 1)
+    assert check_history(history, against="history").exit_code(warn_only=False) == 4
+    check = check_history(history, against="history", window=5)
+    assert (row(check).verdict, row(check).launches_before, row(check).launches_after) == ("ok", 7, 5)
+
+
+def test_a_jump_that_came_back_is_an_improvement_over_it_and_a_note() -> None:
+    check = newest([0.01] * 6 + [0.012] * 2 + [0.01])
+    assert row(check).verdict == "improvement"
+    assert "since 080808080" in row(check).text
+    assert "1.20x slower since 060606060 (2 commits ago)" in check.notes[0]
+
+
+def test_what_the_check_of_a_history_says_is_what_its_page_shows() -> None:
+    rng = np.random.default_rng(11)
+    agreed = []
+    for base in (0.0103, 0.0108, 0.0112, 0.013):
+        for _ in range(5):
+            levels = [0.01 * float(np.exp(rng.normal() * 0.005)) for _ in range(5)]
+            history = commit_launches([*levels, base])
+            said = row(check_history(history, against="history")).verdict == "regression"
+            assert said == any(change.index == 5 and change.ratio > 1 for change in change_points(history))
+            agreed.append(said)
+    assert 0 < sum(agreed) < len(agreed)
+
+
+def test_a_steady_history_is_ok_and_its_newest_commit_is_held_against_all_before() -> None:
+    check = newest([0.01] * 8)
+    found = row(check)
+    assert (found.verdict, found.launches_before, found.launches_after) == ("ok", 35, 5)
+    assert check.before is not None
+    assert (check.before.label, check.before.launches, check.after.label) == ("the 7 commits before", 35, "070707070")
+
+
+def test_two_commits_are_a_history_already() -> None:
+    assert row(newest([0.01, 0.012])).verdict == "regression"
+    assert row(newest([0.01, 0.01])).verdict == "ok"
+
+
+def test_the_first_commit_of_a_history_has_no_baseline_and_an_empty_history_nothing() -> None:
+    check = newest([0.01])
+    assert check.before is None
+    assert {one.verdict for one in check.rows} == {"no baseline"}
+    assert check.exit_code(warn_only=True) == 5
+    assert "first commit of the history" in check.notes[0]
+    with pytest.raises(NothingMeasured, match="relaymeter track run"):
+        check_history([], against="history")
+
+
+def test_a_commit_is_named_by_any_prefix_and_an_unknown_one_says_what_is_held() -> None:
+    history = commit_launches([0.01, 0.01, 0.02, 0.02])
+    for against in ("01", "0101010", "01" * 20):
+        check = check_history(history, against=against)
+        assert check.before is not None
+        assert (check.before.label, check.before.commit) == ("010101010", "01" * 20)
+        assert (row(check).verdict, row(check).launches_before) == ("regression", 5)
+    with pytest.raises(InputError, match=r"holds no launch of feed: it holds 010101010, 020202020, 0303"):
+        check_history(history, against="feed")
+    check = check_history(history, against="feed" * 10)
+    assert check.exit_code(warn_only=True) == 5, "a revision there is, of which nothing was measured yet"
+    assert f"holds no launch of {'feed' * 10}: check it out" in check.notes[0]
+
+
+def test_an_ambiguous_prefix_and_the_newest_commit_itself_are_refused() -> None:
+    history = commit_launches([0.01, 0.01, 0.01])
+    with pytest.raises(InputError, match="begins 000000000, 010101010, 020202020: give more"):
+        check_history(history, against="0")
+    with pytest.raises(InputError, match="is the newest commit of the history itself"):
+        check_history(history, against="0202")
+
+
+def test_dirty_launches_are_kept_apart_from_the_commit_they_began_from() -> None:
+    history = commit_launches([0.01, 0.01])
+    dirty = [replace(one, commit="01" * 20, dirty=True) for one in side(0.02)]
+    check = check_history([*history, *dirty], against="0101")
+    assert check.after.label == "010101010-dirty"
+    assert check.before is not None and check.before.label == "010101010"
+    assert row(check).verdict == "regression"
+    assert row(check_history([*history, *dirty], against="history")).launches_before == 10
+    later = [replace(one, commit="02" * 20) for one in side(0.01)]
+    again = check_history([*history, *dirty, *later], against="history")
+    assert (row(again).verdict, row(again).launches_before) == ("ok", 10)
+    named = check_history([*history, *dirty, *later], against="0101-dirty")
+    assert row(named).verdict == "improvement"
+
+
+def test_the_judged_commit_is_that_of_the_last_launch_or_the_one_that_is_named() -> None:
+    history = commit_launches([0.01, 0.012, 0.012])
+    again = [*history, *history[5:10]]
+    check = check_history(again, against="history")
+    assert (check.after.label, check.after.launches, row(check).verdict) == ("010101010", 10, "regression")
+    assert check.before is not None and check.before.label == "000000000", "only what came before it"
+    check = check_history([*again, *history[:5]], against="0000", commit="0101")
+    assert (check.after.label, row(check).verdict, row(check).launches_before) == ("010101010", "regression", 10)
+    check = check_history([*history, *history[:5]], against="history")
+    assert (check.after.label, check.exit_code(warn_only=True)) == ("000000000", 5)
+    with pytest.raises(InputError, match="the history holds no launch of feed: it holds 000000000, 0101"):
+        check_history(history, against="history", commit="feed")
+
+
+def test_outside_a_checkout_versions_are_compared_in_their_order_and_named() -> None:
+    history = [
+        replace(one, commit=None, version=f"0.{int(str(one.commit)[:2])}")
+        for one in commit_launches([0.01] * 3 + [0.02])
+    ]
+    check = check_history(history, against="history")
+    assert (check.after.label, row(check).verdict) == ("version 0.3", "regression")
+    for against in ("0.1", "version 0.1"):
+        check = check_history(history, against=against, commit="0.2")
+        assert check.before is not None
+        assert (check.before.label, check.after.label, row(check).verdict) == ("version 0.1", "version 0.2", "ok")
+    alone = check_history(history[:5], against="history")
+    assert alone.notes[0] == "version 0.0 is the first commit of the history: there is no baseline"
+
+
+def test_launches_of_another_machine_do_not_stand_in_where_this_one_has_a_baseline() -> None:
+    history = commit_launches([0.01, 0.01])
+    other = [replace(one, machine_id="other") for one in commit_launches([0.03] * 2)]
+    check = check_history([*other, *history], against="history")
+    assert (row(check).verdict, row(check).launches_before, check.mismatch) == ("ok", 5, ())
+    assert "times of 5 launches of another machine are left out" in check.notes
+    assert row(check_history([*other, *history], against="00")).before == pytest.approx(0.01)
+
+
+def test_an_exact_metric_in_a_history_fails_at_its_commit_and_is_a_note_after_it() -> None:
+    def counted(*values: int) -> list[LaunchRecord]:
+        return [replace(exact({"messages": value}), commit=f"{at:02x}" * 20) for at, value in enumerate(values)]
+
+    found = row(check_history(counted(12, 12, 14), against="history"), "messages")
+    assert (found.verdict, found.before, found.after, found.text) == (
+        "regression",
+        12,
+        14,
+        "2 more, +16.7% since 020202020",
+    )
+    after = check_history(counted(12, 12, 14, 14, 14), against="history")
+    assert (row(after, "messages").verdict, after.exit_code(warn_only=False)) == ("ok", 0)
+    assert after.notes == ("tp2: messages is 14, not 12, since 020202020 (2 commits ago): not this commit's change",)
+    found = row(check_history(counted(12, 12, 14, 14, 14), against="history", window=5), "messages")
+    assert (found.verdict, found.before, found.after) == ("regression", 12, 14)
+    assert found.text == "2 more, +16.7% since 020202020 (2 commits ago)"
+    assert row(check_history(counted(12, 14, 14, 14), against="history", window=2), "messages").verdict == "ok"
+    assert row(check_history(counted(12, 14, 12), against="history"), "messages").verdict == "improvement"
+
+
+def test_exact_metrics_of_a_history_are_held_against_the_commit_before_on_whatever_machine() -> None:
+    history = commit_launches([0.01] * 4, 5)
+    mixed = [replace(one, machine_id="m2") if 10 <= at < 15 else one for at, one in enumerate(history)]
+    changed = [
+        replace(one, cases=tuple(replace(c, exact={"messages": 14, "digest": "ab12"}) for c in one.cases))
+        if at >= 10 else one for at, one in enumerate(mixed)
+    ]  # fmt: skip
+    check = check_history(changed, against="history")
+    assert row(check, "messages").verdict == "ok", "the commit before, of another machine, has 14 already"
+    assert (row(check).verdict, row(check).launches_before) == ("ok", 10)
+    assert "times of 5 launches of another machine are left out" in check.notes
+
+
+def test_a_base_that_lost_bits_is_no_baseline_and_no_fault_of_the_newest_commit() -> None:
+    history = commit_launches([0.01] * 4)
+    lost = [
+        replace(one, cases=tuple(replace(c, digest_passed=7, exact={"digest": "bad"}) for c in one.cases))
+        for one in history[:5]
+    ]
+    check = check_history([*lost, *history[5:]], against="history")
+    assert check.exit_code(warn_only=False) == 0
+    assert row(check).launches_before == 10
+    assert check.notes[0] == "tp2: 7 of 8 digests matched in 5 of 15 launches of the base: left out"
+    alone = check_history([*lost, *history[5:10]], against="0000")
+    assert alone.exit_code(warn_only=False) == 5
+    newest_lost = [*history[5:], *(replace(one, commit="ff" * 20) for one in lost)]
+    assert check_history(newest_lost, against="history").exit_code(warn_only=True) == 6

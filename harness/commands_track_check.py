@@ -48,7 +48,9 @@ def _check_outputs(args: argparse.Namespace) -> None:
     InputError."""
     files = {name: getattr(args, name) for name in _FILES}
     named = args.suite if args.ab is not None else None
-    check_targets(json=args.json, history=args.history, suite=named, **files)
+    summary = os.environ.get(_SUMMARY) if args.github else None
+    history = args.history or DEFAULT_HISTORY  # the default one too must not be replaced
+    check_targets(json=args.json, history=history, suite=named, github=summary, **files)
     for target in filter(None, files.values()):
         check_target(target, force=args.force)
     if args.github and not os.environ.get(_SUMMARY):
@@ -220,7 +222,7 @@ def show(args: argparse.Namespace) -> int:
     from relaymeter.harness.track import changes, history, page
 
     path = args.history or DEFAULT_HISTORY
-    check_targets(out=args.out, check=path)
+    check_targets(out=args.out, history=path)
     check_target(args.out, force=args.force)
     launches, notes = history.read(path)
     if not launches:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from relaymeter.row_fields import Values, check_count, check_verdict, expect, shown
 from relaymeter.state_records import BaseRecord
 
 __all__ = ["PATHS", "PHASES", "CompareRecord", "pausing"]
@@ -24,6 +25,8 @@ PHASES = (
 _BEFORE = ("plan", "build")
 #: Fields that rows of earlier versions do not have.
 _ADDED = {"predicted_pause_s": None, "cluster": "", "setting": ""}
+#: A sum may be less than its parts by rounding.
+_ROUNDED = 1 + 1e-9
 
 
 def pausing(phases: Iterable[str]) -> tuple[str, ...]:
@@ -36,6 +39,13 @@ def pausing(phases: Iterable[str]) -> tuple[str, ...]:
 @dataclass(frozen=True, kw_only=True)
 class CompareRecord(BaseRecord):
     """One way of making a change, timed; seconds are those of the slowest rank."""
+
+    VALUES: ClassVar[Values] = Values(
+        one_of={
+            "path": PATHS, "cache": ("warm", "cold"), "verdict": ("ok", "wrong bits", "cannot", "failed"),
+        },
+        may_be_empty=("cluster", "setting"),
+    )  # fmt: skip
 
     kind: str = "compare"
     change: str
@@ -137,6 +147,40 @@ class CompareRecord(BaseRecord):
         """Seconds of the phases that this path has, in the order of ``PHASES``."""
         found = {name: getattr(self, f"{name}_s") for name in PHASES}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+    def check(self) -> None:
+        """Raises InputError where what the row says of itself cannot all be true."""
+        check_verdict(self)
+        where = f"where verdict is {shown(self.verdict)}"
+        every = check_count(self, "digest") and self.digest_total > 0
+        done = self.verdict in ("ok", "wrong bits")
+        for name in ("cannot", "failed"):
+            said, has = getattr(self, name), self.verdict == name
+            expect((said is not None) == has, name, said, f"{'the reason' if has else 'null'} {where}")
+        if self.ok:
+            counts = f"all {self.digest_total}" if self.digest_total else "some of a digest_total above 0"
+            expect(every, "digest_passed", self.digest_passed, f"{counts} {where}")
+        if self.verdict == "wrong bits":
+            right = every and self.mismatch is None
+            expect(not right, "verdict", self.verdict, "ok where all digests passed")
+        else:
+            expect(self.mismatch is None, "mismatch", self.mismatch, f"null {where}")
+        if not done:
+            for name in ("digest_passed", "digest_total"):
+                expect(getattr(self, name) == 0, name, getattr(self, name), f"0 {where}")
+        for name in ("pause", "transfer", "total", *(() if done else PHASES)):
+            seconds = getattr(self, f"{name}_s")
+            expect((seconds is not None) == done, f"{name}_s", seconds, f"{'a number' if done else 'null'} {where}")
+        if done:
+            self._check_sums()
+
+    def _check_sums(self) -> None:
+        """Refuse sums of phases that are less than their parts."""
+        pause, transfer, total = self.pause_s or 0.0, self.transfer_s or 0.0, self.total_s or 0.0
+        for name, part in (("pause_s", pause), ("transfer_s", transfer)):
+            expect(part <= total * _ROUNDED, name, part, f"at most total_s, which is {total}")
+        anew = (self.relaunch_s or 0.0) + (self.import_s or 0.0)
+        expect(anew <= pause * _ROUNDED, "pause_s", pause, f"at least relaunch_s and import_s, together {anew}")
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> CompareRecord:

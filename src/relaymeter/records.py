@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from relaymeter.errors import InputError
-from relaymeter.row_fields import record_of, shown
+from relaymeter.row_fields import Values, check_count, check_interval, check_verdict, expect, record_of, shown
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -58,6 +58,14 @@ class Row(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class MoveRecord:
     """One row of ``run``: one move by one route in one launch. A value that was not measured is None."""
+
+    VALUES: ClassVar[Values] = Values(
+        least={"error": -1},
+        one_of={
+            "planner": ("classes", "affine"),
+            "verdict": ("ok", "wrong bits", "wire bytes differ", "not measured", "simulated"),
+        },
+    )
 
     schema_version: int = SCHEMA_VERSION
     utc: str
@@ -139,17 +147,36 @@ class MoveRecord:
         """A JSON-ready dict with every field, in order."""
         return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
+    def check(self) -> None:
+        """Raises InputError where what the row says of itself cannot all be true."""
+        check_verdict(self, good=("ok", "simulated"))
+        where = f"where verdict is {shown(self.verdict)}"
+        expect(self.nodes <= self.ranks, "nodes", self.nodes, f"at most ranks, which is {self.ranks}")
+        only_timed = self.verdict == "simulated"
+        cluster = "the name of a cluster" if only_timed else "null"
+        expect((self.simulated is not None) == only_timed, "simulated", self.simulated, f"{cluster} {where}")
+        right = check_count(self, "digest") and self.mismatch is None
+        if self.verdict == "wrong bits":
+            expect(not right, "verdict", self.verdict, "another one where all digests passed")
+        else:
+            expect(right, "verdict", self.verdict, "wrong bits where a digest did not pass, or there is a mismatch")
+        if self.verdict in ("ok", "wire bytes differ"):
+            expect(self.measured_s is not None, "measured_s", self.measured_s, f"a number {where}")
+            expect(self.digest_total > 0, "digest_total", self.digest_total, f"above 0 {where}")
+        check_interval(self)
+
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> MoveRecord:
         """The row that ``to_dict`` wrote, of this version, of version 2, whose rows were all of real ranks, or of
         version 1, whose rows moved from the trainer besides.
 
-        Raises InputError for another version, for unknown or missing fields and for values of another type.
+        Raises InputError for another version, for unknown or missing fields, for values of another type, and for what
+        ``VALUES`` and ``check`` refuse.
         """
         if "kind" in entry:
             raise InputError(f"record of kind {entry['kind']!r} is no move of weights: row_files.read_rows reads it")
         version = entry.get("schema_version")
-        if version not in (1, 2, SCHEMA_VERSION):
+        if type(version) is not int or version not in (1, 2, SCHEMA_VERSION):
             raise InputError(f"record of schema_version {version!r}: this version reads 1 to {SCHEMA_VERSION}")
         if version == 1:
             entry = _from_version_1(entry)

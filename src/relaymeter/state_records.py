@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from relaymeter.errors import InputError
 from relaymeter.records import plain
-from relaymeter.row_fields import record_of
+from relaymeter.row_fields import Values, check_count, check_verdict, expect, record_of, shown
 
 __all__ = ["STATE_SCHEMA_VERSION", "BaseRecord", "OffloadRecord", "StateRecord"]
 
@@ -47,10 +48,10 @@ class BaseRecord:
 
     @classmethod
     def from_dict(cls: type[_Record], entry: Mapping[str, Any]) -> _Record:
-        """The row that ``to_dict`` wrote. Raises InputError for another version, unknown or missing fields, and values
-        of another type."""
+        """The row that ``to_dict`` wrote. Raises InputError for another version, unknown or missing fields, values of
+        another type, and what ``VALUES`` and ``check`` refuse."""
         version = entry.get("schema_version")
-        if version != STATE_SCHEMA_VERSION:
+        if type(version) is not int or version != STATE_SCHEMA_VERSION:
             raise InputError(f"record of schema_version {version!r}: this version reads {STATE_SCHEMA_VERSION}")
         return record_of(cls, entry)
 
@@ -58,6 +59,14 @@ class BaseRecord:
 @dataclass(frozen=True, kw_only=True)
 class StateRecord(BaseRecord):
     """One move of a training state from one live engine to another, or a change that was refused."""
+
+    VALUES: ClassVar[Values] = Values(
+        one_of={
+            "planner": ("classes", "affine"),
+            "verdict": ("ok", "wrong bits", "refused", "failed", "checkpoint differs", "not checked"),
+        },
+        may_be_empty=("continuation",),
+    )
 
     kind: str = "training-state"
     row: str | None
@@ -144,10 +153,43 @@ class StateRecord(BaseRecord):
     else is right) or ``not checked``."""
     ok: bool
 
+    def check(self) -> None:
+        """Raises InputError where what the row says of itself cannot all be true."""
+        check_verdict(self)
+        where = f"where verdict is {shown(self.verdict)}"
+        expect(self.nodes <= self.ranks, "nodes", self.nodes, f"at most ranks, which is {self.ranks}")
+        moved = self.verdict not in ("refused", "failed")
+        reason = "null" if moved else "the reason"
+        expect((self.refused is None) == moved, "refused", self.refused, f"{reason} {where}")
+        every = check_count(self, "digest") & check_count(self, "oracle")
+        right = every and not self.fields and self.continuation_ok
+        right = right and self.mismatch is None and self.oracle_mismatch is None
+        if self.verdict == "wrong bits":
+            expect(not right, "verdict", self.verdict, "another one where nothing differs")
+            return
+        expect(right, "verdict", self.verdict, "wrong bits where a digest, the oracle, a field or training on differs")
+        if self.verdict in ("ok", "checkpoint differs"):
+            expect(self.digest_total > 0, "digest_total", self.digest_total, f"above 0 {where}")
+            expect(self.total_s is not None, "total_s", self.total_s, f"a number {where}")
+            differs = self.checkpoint.startswith("differs")
+            expected = "no difference" if self.ok else "differs: ..."
+            expect(differs != self.ok, "checkpoint", self.checkpoint, f"{expected} {where}")
+        else:
+            expect(self.digest_total == 0, "digest_total", self.digest_total, f"0 {where}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRecord(BaseRecord):
     """One kind of state of one engine, given back and taken up again."""
+
+    VALUES: ClassVar[Values] = Values(
+        least={"host_growth_bytes": -math.inf},
+        one_of={
+            "way": ("deepspeed", "release"),
+            "moment": ("after a step", "after a backward pass"),
+            "verdict": ("ok", "wrong bits", "failed", "not offered", "not applicable"),
+        },
+    )
 
     kind: str = "offload"
     ranks: int
@@ -190,3 +232,17 @@ class OffloadRecord(BaseRecord):
     """``ok``, ``wrong bits``, ``failed``, ``not offered`` or ``not applicable``."""
     ok: bool
     """Whether nothing is wrong: also where DeepSpeed does not offer it, or it does not apply."""
+
+    def check(self) -> None:
+        """Raises InputError where what the row says of itself cannot all be true."""
+        check_verdict(self, good=("ok", "not offered", "not applicable"))
+        where = f"where verdict is {shown(self.verdict)}"
+        right = self.mismatch is None and self.equal is not False and self.trains in (None, "bit-equal")
+        if self.verdict == "wrong bits":
+            expect(not right, "verdict", self.verdict, "another one where nothing differs")
+        else:
+            expect(right, "verdict", self.verdict, "wrong bits where the state or training on differs")
+        if self.verdict == "ok":
+            expect(self.equal is True, "equal", self.equal, f"true {where}")
+            for name in ("offload_s", "reload_s"):
+                expect(getattr(self, name) is not None, name, None, f"a number {where}")

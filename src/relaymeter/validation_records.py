@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from relaymeter.errors import InputError
 from relaymeter.records import plain, read_lines
-from relaymeter.row_fields import record_of
+from relaymeter.row_fields import Values, check_count, check_interval, expect, record_of
 
 __all__ = ["HARD", "KINDS", "THRESHOLDS", "VALIDATION_SCHEMA_VERSION", "ValidationRecord", "read_validation"]
 
@@ -34,6 +34,10 @@ THRESHOLDS = ("min_relay", "min_split")
 class ValidationRecord:
     """One case by one route and executor. Cases that differ in ``route`` alone share ``kind``, ``name`` and
     ``executor``."""
+
+    VALUES: ClassVar[Values] = Values(
+        least={"calls": 1}, one_of={"kind": KINDS, "link": ("in_node", "cross_node"), "threshold": THRESHOLDS}
+    )
 
     schema_version: int = VALIDATION_SCHEMA_VERSION
     kind: str
@@ -120,22 +124,22 @@ class ValidationRecord:
         """A JSON-ready dict with every field, in order."""
         return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
+    def check(self) -> None:
+        """Raises InputError where what the row says of itself cannot all be true."""
+        for at, text in enumerate(self.hard):
+            expect(text in HARD, f"hard[{at}]", text, f"one of {', '.join(HARD)}")
+        check_count(self, "digest")
+        check_interval(self)
+        expect(self.measured_s > 0, "measured_s", self.measured_s, "above 0")
+
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> ValidationRecord:
         """The row that ``to_dict`` wrote. Raises InputError for another version or kind, unknown or missing fields,
-        values of another type."""
+        values of another type, and what ``VALUES`` and ``check`` refuse."""
         version = entry.get("schema_version")
-        if version != VALIDATION_SCHEMA_VERSION:
+        if type(version) is not int or version != VALIDATION_SCHEMA_VERSION:
             raise InputError(f"record of schema_version {version!r}: this version reads {VALIDATION_SCHEMA_VERSION}")
-        found = record_of(cls, entry)
-        if found.kind not in KINDS:
-            raise InputError(f"record of kind {found.kind!r}: this version reads {', '.join(KINDS)}")
-        unknown = [text for text in found.hard if text not in HARD]
-        if unknown:
-            raise InputError(f"record with hard = {unknown[0]!r}: this version knows {', '.join(HARD)}")
-        if found.threshold not in (None, *THRESHOLDS):
-            raise InputError(f"record of threshold {found.threshold!r}: one of {', '.join(THRESHOLDS)} or null")
-        return found
+        return record_of(cls, entry)
 
 
 def read_validation(path: Path) -> list[ValidationRecord]:

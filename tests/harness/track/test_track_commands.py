@@ -93,7 +93,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["track", "check", "--against", "history", "--junit", "x", "--hud", "x"], "--junit and --hud both name x",
     ),
     "a page over its history": (
-        ["track", "show", "--history", "there", "--out", "there", "--force"], "would replace the file that",
+        ["track", "show", "--history", "there", "--out", "there", "--force"], "--out and --history both name there",
     ),
     "github elsewhere": (
         ["track", "check", "--against", "history", "--github"], "--github writes to the file that GITHUB_STEP_SUMMARY",
@@ -118,6 +118,21 @@ def test_bad_input_is_one_line_and_exit_2(
     err = capsys.readouterr().err
     assert (code, said in err, err.count("\n")) == (2, True, 1), err
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_no_output_replaces_the_default_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept = Path(".relaymeter/track.jsonl")
+    _kept(kept, _side("a", 1.0), _side("b", 1.0))
+    before = kept.read_bytes()
+    for option in ("--json", "--otava", "--junit"):
+        assert main(["track", "check", "--against", "history", option, str(kept), "--force"]) == 2
+        assert "both name .relaymeter/track.jsonl" in capsys.readouterr().err
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(kept))
+    assert main(["track", "check", "--against", "history", "--github"]) == 2
+    assert kept.read_bytes() == before
 
 
 def test_without_a_history_or_a_baseline_a_check_does_not_pass(

@@ -6,6 +6,7 @@ Reads rows, starts nothing, imports no torch. Wrong bits are said first and make
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from relaymeter.errors import EXIT_OK, InputError
@@ -35,7 +36,7 @@ def report(args: argparse.Namespace) -> int:
     for line in document.lines:
         out.say(line)
     names: list[str] = []
-    write_folder(folder, lambda building: names.extend(_write(building, document)), force=args.force)
+    write_folder(folder, lambda building: names.extend(_write(building, document, out.say)), force=args.force)
     if not has_parquet():
         out.say(NO_PARQUET)
     out.say(f"report: {folder / 'report.md'} ({', '.join(name for name in names if name != 'report.md')})")
@@ -51,14 +52,14 @@ def _refuse_json(target: Path, folder: Path, files: list[Path]) -> None:
         raise InputError(f"--json {target} would replace rows that are read: choose another name")
 
 
-def _write(folder: Path, document: Document) -> list[str]:
-    """Write every file of the report into ``folder``. Returns their names."""
+def _write(folder: Path, document: Document, say: Callable[[str], None]) -> list[str]:
+    """Write every file of the report into ``folder``. Returns their names. ``say`` is told before long work."""
     from relaymeter.harness.report_plots import draw_plots
 
     columns, lines = frame(document.sources)
     write_csv(folder / "rows.csv", columns, lines)
     if has_parquet():
         write_parquet(folder / "rows.parquet", columns, lines)
-    plots = draw_plots(document.rows, folder)
+    plots = draw_plots(document.rows, folder, say)
     write_text(folder / "report.md", markdown(document, plots))
     return sorted(path.name for path in folder.iterdir())

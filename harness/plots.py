@@ -5,20 +5,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
 
 from relaymeter.errors import InputError
 from relaymeter.records import MoveRecord, check_target
 from relaymeter.units import counted, format_seconds
 
-__all__ = ["PLOT_FORMATS", "check_plot", "plot_rows"]
+__all__ = ["PLOT_FORMATS", "check_plot", "drawable", "drawn", "plot_rows"]
 
 #: Endings that a plot's file may have.
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 _PANELS_A_LINE = 5
+#: Seconds that an axis can have: further ones are drawn at its ends.
+_LEAST_S, _MOST_S = 1e-12, 1e12
+#: Most letters of a row's name.
+_NAME = 40
 _MEASURED, _PREDICTED, _BOUND = "#3b6ea5", "#d9a441", "#444444"
+
+
+def drawn(text: str, most: int = 80) -> str:
+    """``text`` as a plot can have it: on one line, control characters and what the font has no letter for as escapes
+    (``\\r``, ``\\u4e2d``), cut after ``most`` letters."""
+    known = _letters()
+    plain = "".join(
+        one if one.isprintable() and ord(one) in known else one.encode("unicode_escape").decode() for one in text
+    )
+    return plain if len(plain) <= most else f"{plain[: most - 3]}..."
+
+
+def drawable(seconds: float) -> float:
+    """``seconds`` within what an axis can have; 0 stays 0."""
+    return min(max(seconds, _LEAST_S), _MOST_S) if seconds > 0 else 0.0
+
+
+@cache
+def _letters() -> Collection[int]:
+    """Code points that the font of plots has letters for."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    return frozenset(get_font(findfont(FontProperties())).get_charmap())
 
 
 def check_plot(path: Path, *, force: bool = False) -> None:
@@ -40,11 +68,11 @@ def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) ->
     check_plot(path, force=force)
     moves = list(dict.fromkeys(row.move for row in rows))
     columns = max(1, min(len(moves), _PANELS_A_LINE))
-    lines = max(1, -(-len(moves) // columns))
+    tall = max(1, -(-len(moves) // columns))
     kinds = [kind for kind in ("planner", "executor") if len({getattr(row, kind) for row in rows}) > 1]
-    figure = Figure(figsize=(1.2 + 4.2 * columns, 4.2 * lines), layout="constrained")
+    figure = Figure(figsize=(1.2 + 4.2 * columns, 4.2 * tall), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(lines, columns, squeeze=False).ravel().tolist()
+    panels = figure.subplots(tall, columns, squeeze=False).ravel().tolist()
     for panel in panels[len(moves) :]:
         panel.set_visible(False)
     for panel, move in zip(panels, moves, strict=False):
@@ -52,17 +80,17 @@ def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) ->
         _bars(panel, found, -0.2, _MEASURED, "measured", ("measured_s", "measured_low_s", "measured_high_s"))
         _bars(panel, found, 0.2, _PREDICTED, "predicted", ("predicted_s", "predicted_low_s", "predicted_high_s"))
         bound = found[0]
-        names = [", ".join([*(getattr(row, kind) for kind in kinds), row.route]) for row in found]
+        names = [drawn(", ".join([*(getattr(row, kind) for kind in kinds), row.route]), _NAME) for row in found]
         panel.set_xticks(range(len(found)), names)
         if kinds:
             panel.tick_params(axis="x", rotation=90, labelsize=7)
-        title = f"{bound.scenario}, move {move}: {counted(bound.ranks, 'rank')} on {counted(bound.nodes, 'node')}"
+        lines = [f"{bound.scenario}, move {move}: {counted(bound.ranks, 'rank')} on {counted(bound.nodes, 'node')}"]
         if bound.bound_s is not None:
-            panel.axhline(bound.bound_s, color=_BOUND, linestyle="--", linewidth=1, label="lower bound")
-            title += f"\nbound {format_seconds(bound.bound_s)} ({bound.bound_by})"
+            panel.axhline(drawable(bound.bound_s), color=_BOUND, linestyle="--", linewidth=1, label="lower bound")
+            lines.append(f"bound {format_seconds(bound.bound_s)} ({bound.bound_by})")
         if bound.simulated is not None:
-            title = f"simulated ({bound.simulated}): {title}"
-        panel.set_title(title, fontsize=9)
+            lines[0] = f"simulated ({bound.simulated}): {lines[0]}"
+        panel.set_title("\n".join(map(drawn, lines)), fontsize=9)
         panel.set_ylabel("seconds")
         panel.margins(y=0.2)
         panel.set_ylim(bottom=0)
@@ -82,7 +110,8 @@ def plot_rows(rows: Sequence[MoveRecord], path: Path, *, force: bool = False) ->
 def _bars(
     panel: object, rows: Sequence[MoveRecord], shift: float, colour: str, label: str, names: tuple[str, str, str]
 ) -> None:
-    values = [[getattr(row, name) for name in names] for row in rows]
+    every = [[getattr(row, name) for name in names] for row in rows]
+    values = [[None if one is None else drawable(one) for one in found] for found in every]
     if all(middle is None for middle, _, _ in values):
         return
     height = [middle or 0.0 for middle, _, _ in values]
@@ -92,5 +121,5 @@ def _bars(
     bars = panel.bar(  # type: ignore[attr-defined]
         at, height, width=0.38, color=colour, label=label, yerr=[below, above], ecolor=_BOUND, capsize=3
     )
-    size, texts = 7 if len(rows) <= 6 else 5, [f"{h:.3g}" if h else "" for h in height]
+    size, texts = 7 if len(rows) <= 6 else 5, [f"{found[0]:.3g}" if found[0] else "" for found in every]
     panel.bar_label(bars, labels=texts, padding=3, fontsize=size)  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ is no result. Pure.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ def ratio_text(value: float | None, base: float | None, *, digits: int = 3) -> s
     if value is None or not base:
         return NONE
     ratio = value / base
+    if math.isinf(ratio):
+        return "over 1e308x"
     if digits < 3:
         ratio = float(f"{ratio:.{digits}g}")
     places = 2 if ratio < 1 else digits - 1 if ratio < 10 else max(digits - 2, 0) if ratio < 100 else 0

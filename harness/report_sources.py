@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from relaymeter.compare_records import CompareRecord
 from relaymeter.errors import InputError, NothingMeasured
 from relaymeter.harness.results import KEPT_FILES
 from relaymeter.harness.soak_rows import SoakRecord
 from relaymeter.records import MoveRecord, Row, dump_json, read_input
+from relaymeter.row_fields import Values, check_values, check_verdict, expect
 from relaymeter.row_files import read_rows
 from relaymeter.state_records import OffloadRecord, StateRecord
 from relaymeter.units import counted
@@ -25,6 +26,7 @@ from relaymeter.validation_records import KINDS as VALIDATION_KINDS
 __all__ = ["AnyRow", "How", "Origin", "Source", "command_words", "option_words", "origin_of", "read_sources"]
 
 AnyRow = MoveRecord | StateRecord | OffloadRecord | CompareRecord
+_Row = TypeVar("_Row", bound=AnyRow | SoakRecord)
 _ROWS, _HOW = "rows.jsonl", "how.txt"
 #: Kinds of rows that have no line here, and what they are.
 _OTHERS: Mapping[str, str] = {
@@ -58,8 +60,19 @@ def _left_out(what: str) -> Callable[[Mapping[str, Any]], Row]:
     return lambda _: _LeftOut(what)
 
 
+def _soak(entry: Mapping[str, Any]) -> SoakRecord:
+    """The soak of a row. Raises InputError where what it says of itself cannot all be true."""
+    found = SoakRecord.from_dict(entry)
+    check_values(found, Values(one_of={"verdict": ("ok", "wrong bits", "not finished")}))
+    check_verdict(found)
+    verdict = "wrong bits" if found.wrong_bytes else "ok" if found.finished else "not finished"
+    told = f"{verdict} where wrong_bytes is {found.wrong_bytes} and finished is {str(found.finished).lower()}"
+    expect(found.verdict == verdict, "verdict", found.verdict, told)
+    return found
+
+
 _MORE: Mapping[str, Callable[[Mapping[str, Any]], Row]] = {
-    "soak": SoakRecord.from_dict,
+    "soak": _soak,
     **{kind: _left_out(what) for kind, what in _OTHERS.items()},
 }
 
@@ -88,7 +101,25 @@ class Source:
     def name(self) -> str:
         """What tables call it: the kept folder, or the file. Bytes that are no UTF-8 stand as their escapes."""
         kept = self.path.parent if self.path.name == _ROWS and self.how is not None else self.path
-        return kept.name.encode("utf-8", "backslashreplace").decode()
+        return str(_escaped(kept.name))
+
+
+def _escaped(value: Any) -> Any:
+    """``value`` with what is no Unicode, such as ``\\ud800`` or a byte of a file's name, as escapes in its texts."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, tuple):
+        return tuple(map(_escaped, value))
+    if isinstance(value, Mapping):
+        return {_escaped(key): _escaped(one) for key, one in value.items()}
+    return value
+
+
+def _writable(row: _Row, text: str) -> _Row:
+    """``row``, whose JSON is ``text``, as it can be written and drawn."""
+    if "\\ud" not in text:  # a surrogate, alone or one of two
+        return row
+    return replace(row, **{field.name: _escaped(getattr(row, field.name)) for field in fields(row)})
 
 
 @dataclass(frozen=True, order=True)
@@ -163,9 +194,9 @@ def read_sources(paths: Sequence[Path]) -> tuple[tuple[Source, ...], tuple[str, 
                 continue
             seen[text] = path
             if isinstance(row, SoakRecord):
-                soaks.append(row)
+                soaks.append(_writable(row, text))
             elif isinstance(row, AnyRow):
-                rows.append(row)
+                rows.append(_writable(row, text))
             else:
                 raise InputError(f"records {path}: rows of {type(row).__name__} have no table: leave the file out")
         notes += [f"left out: {path}: {counted(n, 'row')} of {what}" for what, n in others.items()]

@@ -177,7 +177,7 @@ class MoveRecord:
             raise InputError(f"record of kind {entry['kind']!r} is no move of weights: row_files.read_rows reads it")
         version = entry.get("schema_version")
         if type(version) is not int or version not in (1, 2, SCHEMA_VERSION):
-            raise InputError(f"record of schema_version {version!r}: this version reads 1 to {SCHEMA_VERSION}")
+            raise InputError(f"record of schema_version {shown(version)}: this version reads 1 to {SCHEMA_VERSION}")
         if version == 1:
             entry = _from_version_1(entry)
         if version != SCHEMA_VERSION:
@@ -249,15 +249,15 @@ def dump_lines(rows: Iterable[Row]) -> str:
 
 
 def read_input(path: Path, what: str) -> str:
-    """The text of the file ``path``. ``what`` names it in errors. Raises InputError: missing, unreadable, no regular
-    file (a device or a pipe may never end), over 1 GiB, not UTF-8."""
+    """The text of the file ``path``, less a byte order mark. ``what`` names it in errors. Raises InputError: missing,
+    unreadable, no regular file (a device or a pipe may never end), over 1 GiB, not UTF-8."""
     try:
         found = path.stat()
         if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
             raise InputError(f"{what} {path} is no regular file: write it to a file first, and name that")
         if found.st_size > _LARGEST_INPUT and stat.S_ISREG(found.st_mode):
             raise InputError(f"{what} {path} has {found.st_size} bytes: at most {_LARGEST_INPUT} are read")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{what} {path} is not a text file in UTF-8") from error
     except (OSError, ValueError) as error:
@@ -320,17 +320,24 @@ def load_json(path: Path, what: str) -> Any:
 
 
 def read_lines(path: Path, make: Callable[[dict[str, Any]], _Made]) -> list[_Made]:
-    """``make`` of the JSON object in every line of the file ``path``. A line ends with a line feed and with nothing
-    else, since JSON texts may hold every other separator. Raises InputError naming the line."""
+    """``make`` of the JSON object in every line of the file ``path``. A line ends with a line feed, a carriage return
+    or both: JSON texts hold neither, but may hold every other separator. Raises InputError naming the line."""
     lines = read_input(path, "records").split("\n")
     found = []
     for number, line in enumerate(lines if lines[-1] else lines[:-1], start=1):
         try:
-            entry = parse_json(line)
+            if not line.strip():
+                raise InputError("an empty line: every line holds one row, so delete it")
+            entry = parse_json(line.removeprefix("\ufeff"))  # of a file that was appended
             if not isinstance(entry, dict):
                 raise InputError(f"{shown(entry)} is no row: expected an object")
             found.append(make(entry))
-        except (ValueError, InputError, RecursionError) as error:
+        except json.JSONDecodeError as error:
+            told = f"not valid JSON at column {error.colno}: {error.msg}"
+            raise InputError(f"records {path}, line {number}: {told}") from error
+        except RecursionError as error:
+            raise InputError(f"records {path}, line {number}: nested too deeply for a row") from error
+        except (ValueError, InputError) as error:
             raise InputError(f"records {path}, line {number}: {error}") from error
     return found
 

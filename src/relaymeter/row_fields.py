@@ -29,6 +29,8 @@ _SHOWN = 60
 _UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)", re.ASCII)
 #: Ranks, nodes and launches: there is at least one.
 _FROM_ONE = ("ranks", "nodes", "launch")
+#: Seconds of anything.
+_LONGEST_S = 1e10
 #: Sentences, which may say nothing; other texts are names.
 _SENTENCES = ("mismatch", "oracle_mismatch", "note", "refused", "cannot", "failed", "trains")
 
@@ -36,7 +38,7 @@ _SENTENCES = ("mismatch", "oracle_mismatch", "note", "refused", "cannot", "faile
 @dataclass(frozen=True)
 class Values:
     """What the fields of a record may hold, beside their types. Of every record: no number is below 0, and ``ranks``,
-    ``nodes`` and ``launch`` not below 1; no name is empty; ``utc`` is a time."""
+    ``nodes`` and ``launch`` not below 1; no time is above 1e10 s; no name is empty; ``utc`` is a time."""
 
     least: Mapping[str, float] = field(default_factory=dict)
     """Smallest number of a field, where it is another one."""
@@ -68,7 +70,8 @@ def record_of(cls: type[_Record], entry: Mapping[str, Any]) -> _Record:
 
 def check_values(record: Any, values: Values) -> None:
     """Refuse a record, a dataclass, with a field that holds what ``values`` do not allow. Raises InputError."""
-    for name in _hints(type(record)):
+    cls: Any = type(record)
+    for name in _hints(cls):
         value = getattr(record, name)
         if name in values.one_of and value is not None:
             expect(value in values.one_of[name], name, value, f"one of {', '.join(values.one_of[name])}")
@@ -81,6 +84,7 @@ def check_values(record: Any, values: Values) -> None:
             least = values.least.get(name, 1 if name in _FROM_ONE else 0)
             for place, number in _numbers(value, name):
                 expect(number >= least, place, number, f"at least {least}")
+                expect(not name.endswith("_s") or number <= _LONGEST_S, place, number, "at most 1e10, some 300 years")
 
 
 def check_verdict(record: Any, good: tuple[str, ...] = ("ok",)) -> None:

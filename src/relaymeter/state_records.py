@@ -52,7 +52,7 @@ class BaseRecord:
         another type, and what ``VALUES`` and ``check`` refuse."""
         version = entry.get("schema_version")
         if type(version) is not int or version != STATE_SCHEMA_VERSION:
-            raise InputError(f"record of schema_version {version!r}: this version reads {STATE_SCHEMA_VERSION}")
+            raise InputError(f"record of schema_version {shown(version)}: this version reads {STATE_SCHEMA_VERSION}")
         return record_of(cls, entry)
 
 
@@ -237,12 +237,14 @@ class OffloadRecord(BaseRecord):
         """Raises InputError where what the row says of itself cannot all be true."""
         check_verdict(self, good=("ok", "not offered", "not applicable"))
         where = f"where verdict is {shown(self.verdict)}"
-        right = self.mismatch is None and self.equal is not False and self.trains in (None, "bit-equal")
         if self.verdict == "wrong bits":
+            right = self.equal is True and self.trains == "bit-equal" and self.mismatch is None
             expect(not right, "verdict", self.verdict, "another one where nothing differs")
-        else:
-            expect(right, "verdict", self.verdict, "wrong bits where the state or training on differs")
+            return
+        right = self.equal is not False and self.mismatch is None
+        expect(right, "verdict", self.verdict, "wrong bits where the state differs")
         if self.verdict == "ok":
             expect(self.equal is True, "equal", self.equal, f"true {where}")
+            expect(self.trains == "bit-equal", "trains", self.trains, f"bit-equal {where}")
             for name in ("offload_s", "reload_s"):
                 expect(getattr(self, name) is not None, name, None, f"a number {where}")

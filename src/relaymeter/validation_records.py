@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from relaymeter.errors import InputError
 from relaymeter.records import plain, read_lines
-from relaymeter.row_fields import Values, check_count, check_interval, expect, record_of
+from relaymeter.row_fields import Values, check_count, check_interval, expect, record_of, shown
 
 __all__ = ["HARD", "KINDS", "THRESHOLDS", "VALIDATION_SCHEMA_VERSION", "ValidationRecord", "read_validation"]
 
@@ -138,7 +138,9 @@ class ValidationRecord:
         values of another type, and what ``VALUES`` and ``check`` refuse."""
         version = entry.get("schema_version")
         if type(version) is not int or version != VALIDATION_SCHEMA_VERSION:
-            raise InputError(f"record of schema_version {version!r}: this version reads {VALIDATION_SCHEMA_VERSION}")
+            raise InputError(
+                f"record of schema_version {shown(version)}: this version reads {VALIDATION_SCHEMA_VERSION}"
+            )
         return record_of(cls, entry)
 
 

@@ -23,6 +23,7 @@ from relaymeter.harness.cli import main
 from relaymeter.harness.compare_change import Making
 from relaymeter.harness.compare_config import CompareChange
 from relaymeter.harness.compare_journal import finished_rows, keep_rows
+from relaymeter.harness.compare_rows import Told
 from relaymeter.harness.compare_storage import Workplace, check_room, find_storages
 from relaymeter.harness.jobs import ClusterConfig
 from relaymeter.harness.processes import pid_namespace
@@ -154,7 +155,8 @@ def test_a_world_that_cannot_be_is_refused_in_one_line(
 
 def journalled(change: str, verdict: str, making: Making) -> list[CompareRecord]:
     found = next(one for one in making.scenario.changes if one.name == change)
-    return [replace(row, change=change, verdict=verdict, setting=making.setting(found)) for row in made(TOLD, ("dcp",))]
+    told = TOLD if verdict == "ok" else Told(lost="rank 1 was lost")
+    return [replace(row, change=change, setting=making.setting(found)) for row in made(told, ("dcp",))]
 
 
 def test_two_commands_with_one_journal_keep_each_others_rows(tmp_path: Path) -> None:

@@ -36,7 +36,12 @@ OFFLOAD = OffloadRecord(
 
 
 def test_rows_of_every_kind_come_back_from_one_file(tmp_path: Path) -> None:
-    rows = [STATE, ROW, OFFLOAD, replace(STATE, fields=("group 0 lr: 0.1 there, 0.2 here",), ok=False)]
+    rows = [
+        STATE,
+        ROW,
+        OFFLOAD,
+        replace(STATE, fields=("group 0 lr: 0.1 there, 0.2 here",), verdict="wrong bits", ok=False),
+    ]
     write_text(tmp_path / "rows.jsonl", dump_lines(rows))
     assert read_rows(tmp_path / "rows.jsonl") == rows
 

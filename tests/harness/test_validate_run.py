@@ -251,9 +251,9 @@ def test_rows_say_what_was_predicted_and_measured_and_come_back_from_their_file(
     ("change", "text"),
     [
         ({"schema_version": 9}, "schema_version 9"),
-        ({"kind": "guess"}, "kind 'guess'"),
-        ({"hard": ["sad"]}, "hard = 'sad'"),
-        ({"threshold": "min_mix"}, "threshold 'min_mix'"),
+        ({"kind": "guess"}, 'kind = "guess": expected one of size'),
+        ({"hard": ["sad"]}, r'hard\[0\] = "sad": expected one of two-way'),
+        ({"threshold": "min_mix"}, 'threshold = "min_mix": expected one of min_relay, min_split'),
         ({"speed": 1}, "speed differ"),
     ],
 )

@@ -50,12 +50,14 @@ def row(place: Place, size: int, scale: float = 1.0, launch: int = 1) -> Compare
     path, storage, cache = place
     phases = {name: line.at(size) * scale for name, line in TRUTH[place].items()}
     phases |= STILL if storage is not None else {"build": 1.0}
+    pause = sum(phases[name] for name in pausing(phases))
     return CompareRecord(
         utc="2026-01-02T03:04:05Z", machine_id="m", launch_id="l", commit="c", shaped=False, scenario="s", change="c",
         source="zero3 x4", destination="zero3 x2", path=path, storage=storage,
         filesystem={"disk": "ext4", "tmpfs": "tmpfs"}.get(storage or ""), cache=cache, launch=launch, ranks=4, nodes=1,
         model="blocks", dtype="bfloat16", optimizer="AdamW", state_bytes=size, digest_version=1, digest_passed=9,
-        digest_total=9, verdict="ok", ok=True, pause_s=sum(phases[name] for name in pausing(phases)),
+        digest_total=9, verdict="ok", ok=True, pause_s=pause,
+        transfer_s=pause, total_s=sum(phases.values()),
         **{f"{name}_s": phases.get(name) for name in PHASES},
     )  # fmt: skip
 

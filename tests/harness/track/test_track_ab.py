@@ -224,7 +224,9 @@ time.sleep(60)
 def test_a_launch_ends_with_the_command_that_started_it(number: signal.Signals, tmp_path: Path) -> None:
     base = _stub(tmp_path / "base", WAITS)
     seen = tmp_path / "seen"
-    script = f"from relaymeter.harness.track.ab import *\nlaunch_side(other_side({str(base)!r}), [])\n"
+    # a shell's background job ignores SIGINT
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script = f"{heard}from relaymeter.harness.track.ab import *\nlaunch_side(other_side({str(base)!r}), [])\n"
     command = subprocess.Popen(
         [sys.executable, "-c", script], env={**os.environ, "SEEN": str(seen)}, cwd=tmp_path, stderr=subprocess.DEVNULL
     )

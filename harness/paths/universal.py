@@ -29,7 +29,6 @@ import torch.distributed as dist
 from relaymeter.errors import InputError
 from relaymeter.harness.paths.together import attempt_together
 from relaymeter.relayout.announce import Assembly
-from relaymeter.relayout.training_fields import state_tensors
 
 __all__ = [
     "UNIVERSAL",
@@ -160,12 +159,3 @@ def _load(engine: Any, work: str) -> None:
     path, _ = engine.load_checkpoint(work, tag=_CONVERTED)
     if path is None:
         raise InputError("engine.load_checkpoint found nothing that it can load")
-    _put_in_order(engine)
-
-
-def _put_in_order(engine: Any) -> None:
-    """Let the states that the optimizer keeps of a tensor stand in one order on all ranks. Below ZeRO-3 DeepSpeed
-    enters them in that of a set of their names, which hangs on the hash seed of the process."""
-    for _, state in state_tensors(engine):
-        for key in sorted(state):
-            state[key] = state.pop(key)

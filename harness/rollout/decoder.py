@@ -11,13 +11,11 @@ their rows, o and down along their columns, norms are whole; two sums over the g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 from torch.nn.functional import embedding, linear, silu, softmax
 
-from relaymeter.errors import InputError, LayoutError
+from relaymeter.errors import InputError
 from relaymeter.harness.replicas import ReplicaStorage
 from relaymeter.harness.rollout.shape import EMBED, HEAD, DecoderConfig
 from relaymeter.relayout.layout import Layout
@@ -47,7 +45,7 @@ class Decoder:
         """
         sizes, device = config.geometry, storage.buffer.device
         self.config, self._group = config, group
-        self._weights = {name: _view(layout, rank, name, storage.storages) for name in config.weights}
+        self._weights = {name: storage.weight(name) for name in config.weights}
         self._head = self._weights[layout.aliases.get(HEAD, HEAD)]
         self._first_row, self._rows_held = _box(layout, rank, EMBED)
         self._first_logit, self._logits_held = _box(layout, rank, layout.aliases.get(HEAD, HEAD))
@@ -154,19 +152,6 @@ class Decoder:
 
 def _attention(layer: int, part: str, suffix: str = ".weight") -> str:
     return f"model.layers.{layer}.self_attn.{part}{suffix}"
-
-
-def _view(layout: Layout, rank: int, name: str, storages: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The shard of ``name`` in its own shape over this rank's storage of it."""
-    place = layout.placements[name]
-    pieces = place.pieces_of(rank)
-    if len(pieces) != 1:
-        raise LayoutError(
-            f"rank {rank} holds {len(pieces)} pieces of {name}: the decoder computes with one box of each"
-        )
-    piece, storage = int(pieces[0]), storages[name]
-    begin = storage.storage_offset() + int(place.offset[piece])
-    return storage.as_strided(tuple(place.shape[piece].tolist()), tuple(place.stride[piece].tolist()), begin)
 
 
 def _box(layout: Layout, rank: int, name: str) -> tuple[int, int]:

@@ -158,8 +158,6 @@ class MoveRecord:
         right = check_count(self, "digest") and self.mismatch is None
         if self.verdict == "wrong bits":
             expect(not right, "verdict", self.verdict, "another one where all digests passed")
-        else:
-            expect(right, "verdict", self.verdict, "wrong bits where a digest did not pass, or there is a mismatch")
         if self.verdict in ("ok", "wire bytes differ"):
             expect(self.measured_s is not None, "measured_s", self.measured_s, f"a number {where}")
             expect(self.digest_total > 0, "digest_total", self.digest_total, f"above 0 {where}")

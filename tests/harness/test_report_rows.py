@@ -12,7 +12,7 @@ from test_report import CANNOT, COMPARE, FAILED, MOVE, OFFLOAD, STATE, UNIVERSAL
 from test_report_input import SOAK
 from validate_rows_by_hand import row as validation_row
 
-from relaymeter.errors import InputError
+from relaymeter.errors import EXIT_WRONG_BITS, InputError
 from relaymeter.harness import report_plots
 from relaymeter.harness.cli import main
 from relaymeter.harness.plots import drawable, drawn
@@ -36,8 +36,7 @@ NO_SECONDS = {name: None for name in COMPARE.to_dict() if name.endswith("_s")}
         (CANNOT, {"cannot": None}, 'cannot = null: expected the reason where verdict is "cannot"'),
         (FAILED, {"cannot": "x"}, 'cannot = "x": expected null where verdict is "failed"'),
         (COMPARE, {"digest_passed": 99999}, "digest_passed = 99999: expected at most digest_total, which is 90"),
-        (COMPARE, {"digest_passed": 1}, 'digest_passed = 1: expected all 90 where verdict is "ok"'),
-        (COMPARE, {"mismatch": "w"}, 'mismatch = "w": expected null where verdict is "ok"'),
+        (CANNOT, {"mismatch": "w"}, 'mismatch = "w": expected null where verdict is "cannot"'),
         (WRONG, {"digest_passed": 90, "mismatch": None}, 'verdict = "wrong bits": expected ok where all digests '
          "passed"),
         (COMPARE, NO_SECONDS, 'pause_s = null: expected a number where verdict is "ok"'),
@@ -62,13 +61,10 @@ NO_SECONDS = {name: None for name in COMPARE.to_dict() if name.endswith("_s")}
         (MOVE, {"measured_low_s": 0.6}, "measured_low_s = 0.6: expected at most measured_s, which is 0.5"),
         (MOVE, {"measured_s": None}, 'measured_s = null: expected a number where verdict is "ok"'),
         (MOVE, {"simulated": "h100"}, 'simulated = "h100": expected null where verdict is "ok"'),
-        (MOVE, {"digest_passed": 5}, 'verdict = "ok": expected wrong bits where a digest did not pass, or there is a '
-         "mismatch"),
         (MOVE, {"verdict": "wrong bits", "ok": False}, 'verdict = "wrong bits": expected another one where all digests '
          "passed"),
         (STATE, {"oracle_passed": 31}, "oracle_passed = 31: expected at most oracle_total, which is 30"),
-        (STATE, {"fields": ["lr"]}, 'verdict = "ok": expected wrong bits where a digest, the oracle, a field or '
-         "training on differs"),
+        (STATE, {"fields": ["lr"]}, 'verdict = "ok": expected wrong bits where a field or training on differs'),
         (STATE, {"checkpoint": "differs: w"}, 'checkpoint = "differs: w": expected no difference where verdict is '
          '"ok"'),
         (STATE, {"refused": "no"}, 'refused = "no": expected null where verdict is "ok"'),
@@ -105,6 +101,15 @@ def test_rows_of_validate_are_checked_the_same_way(change: dict[str, Any], messa
     with pytest.raises(InputError) as refused:
         read_validation(path)
     assert str(refused.value) == f"records {path}, line 1: {message}"
+
+
+@pytest.mark.parametrize("row", [COMPARE, MOVE, STATE], ids=lambda row: type(row).__name__)
+@pytest.mark.parametrize("change", [{"digest_passed": 1}, {"mismatch": "w: elements 0 to 9"}], ids=str)
+def test_digests_that_differ_are_wrong_bits_whatever_the_verdict_says(
+    row: Any, change: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(dump_lines([replace(row, **change)]))
+    assert main(["report", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "report")]) == EXIT_WRONG_BITS
 
 
 def test_every_verdict_that_a_command_gives_is_read(tmp_path: Path) -> None:

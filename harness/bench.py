@@ -18,9 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK, EXIT_USAGE, EXIT_WRONG_BITS, RelaymeterError
-from relaymeter.harness import bench_execution, bench_planning, bench_scale, bench_track
-from relaymeter.harness.bench_execution import PartFailed
-from relaymeter.harness.bench_report import Figure, Found, Say, figures_table, missed, report_dict
+from relaymeter.harness import bench_device, bench_execution, bench_planning, bench_scale, bench_track
+from relaymeter.harness.bench_report import Figure, Found, PartFailed, Say, figures_table, missed, report_dict
 from relaymeter.harness.emit import print_table
 from relaymeter.records import check_target, dump_json, write_text
 from relaymeter.units import counted
@@ -34,6 +33,7 @@ PARTS: dict[str, tuple[str, Callable[[Say, bool], Found]]] = {
     "shaped": ("execution across nodes: 2 x 2 ranks in a box, 400 Mbit/s each", bench_execution.shaped),
     "local": ("execution inside one machine, beside gather-then-slice", bench_execution.local),
     "memory": ("peak memory of a move, beside what was predicted", bench_execution.memory),
+    "device": ("packing and digest on a CUDA device, beside a plain copy; no figures without one", bench_device.device),
     "track": ("tracking's verdicts on synthetic launches, beside common gates", bench_track.track),
 }
 

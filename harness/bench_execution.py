@@ -18,7 +18,7 @@ from typing import Any
 from rich.table import Table
 
 from relaymeter.errors import EXIT_OK
-from relaymeter.harness.bench_report import Figure, Found, Say, pair_text, plain_table
+from relaymeter.harness.bench_report import Figure, Found, PartFailed, Say, pair_text, plain_table
 from relaymeter.harness.box import payload_rate
 from relaymeter.harness.launch import ClusterSpec, launch
 from relaymeter.harness.models import Qwen3Geometry
@@ -26,7 +26,7 @@ from relaymeter.harness.moves import default_executor
 from relaymeter.records import dump_json, load_json, write_text
 from relaymeter.units import format_bytes, format_rate, format_seconds
 
-__all__ = ["PartFailed", "local", "memory", "shaped"]
+__all__ = ["local", "memory", "shaped"]
 
 #: The geometry of the shipped scenario ``demo``: 59 MB of bfloat16.
 DEMO = Qwen3Geometry(
@@ -52,14 +52,6 @@ _FASTER_THAN_GATHER = 4.0
 _TIME_LIMIT_S = 240.0
 _DEFAULT = default_executor("auto")
 Case = Mapping[str, Any]
-
-
-class PartFailed(Exception):
-    """The ranks of a part ended with an error: ``exit_code`` is the launch's, the text says where to look."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 def _launch(job: Mapping[str, Any], cluster: ClusterSpec) -> tuple[dict[str, Any], str | None]:

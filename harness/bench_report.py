@@ -15,13 +15,32 @@ from rich.table import Table
 
 from relaymeter.units import format_bytes, format_seconds
 
-__all__ = ["Figure", "Found", "Say", "figures_table", "missed", "pair_text", "plain_table", "report_dict", "unit_text"]
+__all__ = [
+    "Figure",
+    "Found",
+    "PartFailed",
+    "Say",
+    "figures_table",
+    "missed",
+    "pair_text",
+    "plain_table",
+    "report_dict",
+    "unit_text",
+]
 
 #: Version of the JSON that ``report_dict`` gives.
 _SCHEMA_VERSION = 1
 Unit = Literal["ratio", "s", "bytes"]
 #: Progress for people, a line at a time.
 Say = Callable[[str], None]
+
+
+class PartFailed(Exception):
+    """A part of the benchmarks did not end: ``exit_code`` is the launch's, or says that bits were wrong."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True, kw_only=True)

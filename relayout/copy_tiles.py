@@ -19,7 +19,7 @@ IntArray = NDArray[np.int64]
 TILE_BYTES = 16384
 #: The widest unit, in bytes: what one lane of a device moves.
 _WIDEST = 8
-#: Runs that are aligned to this and fill a tile are marked: their lanes may move two units at once.
+#: Copies that are aligned to this are marked: their lanes may move two units at once.
 _ALIGNED = 16
 #: Units of a tile at most, however narrow.
 _MOST_UNITS = 8192
@@ -35,7 +35,7 @@ TILE_COLUMNS = (
 @dataclass(frozen=True, eq=False)
 class CopyTiles:
     """``tiles`` (m, columns) int64, see ``TILE_COLUMNS``: addresses; ``kind``, the width of a unit in bytes, 16 more
-    where the tile is part of one run, 32 more where that is aligned to 16 bytes as well; how many units of the run,
+    where the tile is part of one run, 32 more where the copy is aligned to 16 bytes; how many units of the run,
     rows and planes are left from there on, how many of the run and rows the tile takes; strides. Addresses and strides
     are in bytes. ``nbytes`` is what is copied."""
 
@@ -81,7 +81,7 @@ def tile_copies(
     tile_planes = np.where(whole, np.minimum(planes, most // (tile_run * tile_rows)), 1)
     single = 2 * run > most
     tile_rows, tile_planes = np.where(single, 1, tile_rows), np.where(single, 1, tile_planes)
-    kind = width + 16 * single + 32 * (single & (width == _WIDEST) & (every % _ALIGNED == 0))
+    kind = width + 16 * single + 32 * ((width == _WIDEST) & (every % _ALIGNED == 0))
     grids = [-(-size // tile) for size, tile in ((run, tile_run), (rows, tile_rows), (planes, tile_planes))]
     count = grids[0] * grids[1] * grids[2] * outer
     box = np.repeat(np.arange(len(count)), count)

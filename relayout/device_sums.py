@@ -25,18 +25,30 @@ IntArray = NDArray[np.int64]
 
 #: Words of one block of the digest (``block_sums.BLOCK_WORDS``).
 _BLOCK = 4096
-#: A run of fewer words than this is taken together with its neighbours.
-_LONG = 512
+#: A run of fewer words than this is taken together with its neighbours; one of fewer than ``_SHORT`` is summed together
+#: with those that lie in the same block, a longer one by itself.
+_LONG, _SHORT = _BLOCK, 64
+#: Rows of neighbouring runs that a program takes, words that it takes of each at a time, and at most.
+_ROWS, _LANES, _LINE = 4, 128, 1024
+#: Places in their blocks at which neighbouring runs may begin for those of each place to be taken together.
+_PLACES = 16
+#: Whole blocks of a run that one program takes.
+_GROUP = 2
 #: Blocks that a tile of short runs reaches over at most, beyond its first.
 _REACH = 2
 #: Runs whose address in bytes, place in their block and length in words are multiples of this are marked.
 _ALIGNED = 16
-#: Columns of the tiles: address of the first word; its width in bytes, 16 more for one run, 32 more for an aligned one,
-#: 64 more for a whole block; address of the first block's sum; place of the first word in that block; words of a run;
-#: rows; words of the flattened tensor from row to row, bytes of the storage from row to row.
+#: Columns of the tiles: address of the first word; the kind; address of the first block's sum; place of the first word
+#: in that block; words of a run; rows; words of the flattened tensor from row to row, bytes of the storage from row to
+#: row. The kind is the width of a word in bytes; ``BLOCKS`` more for ``_GROUP`` whole blocks that follow one another, a
+#: row each; ``LINES`` for rows of which each lies at the same place of its block; ``WRAPS`` for rows at any place, of
+#: one block or two; ``ALIGNED`` more where all of these is aligned.
 TILE_COLUMNS = ("address", "kind", "out", "phase", "run", "rows", "far", "near")
-#: Words that a program takes at a time, and its warps.
-_UNITS, _WARPS = 1024, 4
+ALIGNED, BLOCKS, LINES, WRAPS = 16, 32, 64, 128
+#: Words that a program takes at a time of other tiles than lines.
+_UNITS = 1024
+#: Warps of a program, of lines and of others.
+_LINE_WARPS, _WARPS = 1, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,34 +78,84 @@ def sum_tiles(dims: Sequence[tuple[int, int, int]], start: int, address: int, wi
     if rows is None:
         return _runs(first, place, run, width, out)
     size, far, near = rows
-    if far and _BLOCK % far == 0 and start % far + run <= far:  # rows end where blocks do: take whole blocks of them
-        take = _BLOCK // far
+    places = _BLOCK // math.gcd(far, _BLOCK)  # row and row + places begin at the same place of their blocks
+    if run >= _SHORT and places <= _PLACES and size > places:
+        return _lines(first, place, run, (size, far, near * width), places, width, out)
+    if run >= _SHORT:
+        kind, take = width + WRAPS, _ROWS
+        begin = np.arange(0, size, take, dtype=np.int64)
+    elif far and _BLOCK % far == 0 and start % far + run <= far:  # rows end where blocks do: take whole blocks of them
+        kind, take = width, _BLOCK // far
         begin = np.arange(-(start // far % take), size, take, dtype=np.int64).clip(min=0)
     else:
-        take = max(1, min(size, _BLOCK // run, 1 + _REACH * _BLOCK // max(far, 1)))
+        kind, take = width, max(1, min(size, _BLOCK // run, 1 + _REACH * _BLOCK // max(far, 1)))
         begin = np.arange(0, size, take, dtype=np.int64)
     count = np.tile(np.diff(begin, append=size), len(first))
     first = (first[:, None] + far * begin).reshape(-1)
     place = (place[:, None] + near * width * begin).reshape(-1)
+    return _table(place, kind, out, first, run, count, far, near * width)
+
+
+def _table(
+    address: IntArray, kind: IntArray | int, out: int, first: IntArray, run: IntArray | int, rows: IntArray | int,
+    far: IntArray | int, near: IntArray | int,
+) -> IntArray:  # fmt: skip
+    """Tiles whose first words are ``first`` of the flattened tensor; ``ALIGNED`` is told of those with runs apart."""
     block, phase = np.divmod(first, _BLOCK)
     one = np.ones_like(first)
-    return np.column_stack(
-        [place, one * width, out + 8 * block, phase, one * run, count, one * far, one * near * width]
-    )
+    every = np.column_stack([address, one * kind, out + 8 * block, phase, one * run, one * rows, one * far, one * near])
+    whole = (every[:, 0] | every[:, 3] | every[:, 4] | every[:, 6] | every[:, 7]) % _ALIGNED == 0
+    every[:, 1] += ALIGNED * (whole & (every[:, 1] >= ALIGNED))
+    return every
+
+
+def _lines(
+    first: IntArray, place: IntArray, run: int, rows: tuple[int, int, int], places: int, width: int, out: int
+) -> IntArray:
+    """Rows (number, words, bytes from one to the next) at ``places`` places of their blocks, those of one place
+    together; what reaches into the next block is rows of its own."""
+    size, far, near = rows
+    which = np.arange(places)
+    begin = (first[:, None] + far * which).reshape(-1)
+    address = (place[:, None] + near * which).reshape(-1)
+    count = np.tile((size - which + places - 1) // places, len(first))
+    here = np.minimum(run, _BLOCK - begin % _BLOCK)
+    begin, address = np.concatenate([begin, begin + here]), np.concatenate([address, address + here * width])
+    words, count = np.concatenate([here, run - here]), np.tile(count, 2)
+    return _rows_of_lines(begin, address, words, count, (places * far, places * near), width, out)
+
+
+def _rows_of_lines(
+    first: IntArray, place: IntArray, words: IntArray, rows: IntArray, steps: tuple[int, int], width: int, out: int
+) -> IntArray:
+    """``rows`` rows of ``words`` words each, cut into tiles; ``steps``: words and bytes from row to row."""
+    down, along = -(-rows // _ROWS), -(-words // _LINE)
+    tiles = down * along
+    row = np.repeat(np.arange(len(first)), tiles)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    at, column = np.divmod(number, np.maximum(along, 1)[row])
+    at, column = at * _ROWS, column * _LINE
+    return _table(
+        place[row] + at * steps[1] + column * width, width + LINES, out, first[row] + at * steps[0] + column,
+        np.minimum(_LINE, words[row] - column), np.minimum(_ROWS, rows[row] - at), *steps,
+    )  # fmt: skip
 
 
 def _runs(first: IntArray, place: IntArray, run: int, width: int, out: int) -> IntArray:
-    """Runs of ``run`` words, cut where a block ends."""
-    block = first // _BLOCK
-    count = (first + run - 1) // _BLOCK - block + 1
-    row = np.repeat(np.arange(len(first)), count)
-    number = block[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    begin = np.maximum(first[row], number * _BLOCK)
-    end = np.minimum(first[row] + run, (number + 1) * _BLOCK)
-    address, phase = place[row] + (begin - first[row]) * width, begin - number * _BLOCK
-    aligned = (address % _ALIGNED == 0) & (phase % _ALIGNED == 0) & ((end - begin) % _ALIGNED == 0)
-    kind, none = width + 16 + 32 * aligned + 64 * (aligned & (end - begin == _BLOCK)), np.zeros_like(begin)
-    return np.column_stack([address, kind, out + 8 * number, phase, end - begin, none + 1, none, none])
+    """Runs of ``run`` words, cut where a block begins or ends; whole blocks some at a time."""
+    head = np.minimum(-first % _BLOCK, run)
+    whole = (run - head) // _BLOCK
+    groups = whole // _GROUP
+    singles = head + groups * _GROUP * _BLOCK
+    ends = head + whole * _BLOCK
+    row = np.repeat(np.arange(len(first)), groups)
+    at = head[row] + (np.arange(len(row)) - np.repeat(np.cumsum(groups) - groups, groups)) * _GROUP * _BLOCK
+    apart = (_BLOCK, _BLOCK * width)
+    middle = _table(place[row] + at * width, width + BLOCKS, out, first[row] + at, _BLOCK, _GROUP, *apart)
+    begin, words = np.concatenate([0 * head, singles, ends]), np.concatenate([head, 0 * head + _BLOCK, run - ends])
+    rows = np.concatenate([0 * head + 1, whole - groups * _GROUP, 0 * head + 1])
+    first, place = np.tile(first, 3) + begin, np.tile(place, 3) + begin * width
+    return np.concatenate([middle, _rows_of_lines(first, place, words, rows, apart, width, out)])
 
 
 class DeviceSums:
@@ -127,9 +189,12 @@ class DeviceSums:
         """``count`` 0 compiles only: one program that finds nothing to do."""
         device = self._weights.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            width, form = kind % ALIGNED, kind & (BLOCKS | LINES | WRAPS)
             _kernel()[(max(1, count),)](
-                self._tiles[kind], self._weights, count, UNITS=_UNITS, KIND=kind, num_warps=_WARPS
-            )
+                self._tiles[kind], self._weights, count, UNITS=_UNITS, GROUP=_GROUP, WIDTH=width, FORM=form,
+                ALIGN=_ALIGNED if kind & ALIGNED else width, LANES=_LANES, ROWS=_ROWS,
+                num_warps=_LINE_WARPS if form & LINES else _WARPS,
+            )  # fmt: skip
 
 
 @functools.cache

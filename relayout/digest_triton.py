@@ -17,30 +17,70 @@ def _products(words, weights, mask):
 
 
 @triton.jit
-def _run(tile, weights, UNITS: tl.constexpr, align: tl.constexpr, dtype: tl.constexpr):
-    """Part of one run that lies in one block; the compiler is told how it is aligned, so that a lane may read several
-    words at once."""
+def _blocks(tile, weights, UNITS: tl.constexpr, GROUP: tl.constexpr, align: tl.constexpr, dtype: tl.constexpr):
+    """Whole blocks that follow one another."""
     words = tl.multiple_of(tl.load(tile), align).to(tl.pointer_type(dtype))
-    phase, run = tl.load(tile + 3).to(tl.int32), tl.load(tile + 4).to(tl.int32)
-    if align == 16:
-        phase, run = tl.multiple_of(phase, 16), tl.multiple_of(run, 16)
-    total = tl.zeros((UNITS,), dtype=tl.int64)
-    for begin in range(0, run, UNITS):
-        lane = begin + tl.arange(0, UNITS)
-        total += _products(words + lane, weights + (phase + lane), lane < run)
-    tl.atomic_add(tl.load(tile + 2).to(tl.pointer_type(tl.int64)), tl.sum(total, 0), sem="relaxed")
+    out = tl.load(tile + 2).to(tl.pointer_type(tl.int64))
+    for block in tl.static_range(GROUP):
+        total = tl.zeros((UNITS,), dtype=tl.int64)
+        for begin in tl.static_range(0, 4096, UNITS):
+            lane = begin + tl.arange(0, UNITS)
+            value = tl.load(words + (block * 4096 + lane)).to(tl.uint32).to(tl.uint64)
+            weight = tl.load(weights + lane).to(tl.uint32, bitcast=True).to(tl.uint64)
+            total += (value * weight).to(tl.int64)
+        tl.atomic_add(out + block, tl.sum(total, 0), sem="relaxed")
 
 
 @triton.jit
-def _block(tile, weights, UNITS: tl.constexpr, dtype: tl.constexpr):
-    """A whole block, aligned."""
-    words = tl.multiple_of(tl.load(tile), 16).to(tl.pointer_type(dtype))
-    total = tl.zeros((UNITS,), dtype=tl.int64)
-    for begin in tl.static_range(0, 4096, UNITS):
-        lane = begin + tl.arange(0, UNITS)
-        value = tl.load(words + lane).to(tl.uint32).to(tl.uint64)
-        total += (value * tl.load(weights + lane).to(tl.uint32, bitcast=True).to(tl.uint64)).to(tl.int64)
-    tl.atomic_add(tl.load(tile + 2).to(tl.pointer_type(tl.int64)), tl.sum(total, 0), sem="relaxed")
+def _lines(tile, weights, LANES: tl.constexpr, ROWS: tl.constexpr, align: tl.constexpr, dtype: tl.constexpr):
+    """Rows of which each lies at one place of one block: they have their weights in common."""
+    words, out = tl.load(tile), tl.load(tile + 2).to(tl.pointer_type(tl.int64))
+    phase, run, rows = tl.load(tile + 3).to(tl.int32), tl.load(tile + 4).to(tl.int32), tl.load(tile + 5).to(tl.int32)
+    blocks, near = tl.load(tile + 6) // 4096, tl.load(tile + 7)
+    if align == 16:
+        words, near = tl.multiple_of(words, 16), tl.multiple_of(near, 16)
+        phase, run = tl.multiple_of(phase, 16), tl.multiple_of(run, 16)
+    row = tl.arange(0, ROWS)
+    source = (words + row * near).to(tl.pointer_type(dtype))[:, None]
+    total = tl.zeros((ROWS, LANES), dtype=tl.int64)
+    for begin in range(0, run, LANES):
+        unit = begin + tl.arange(0, LANES)
+        weight = tl.load(weights + (phase + unit), mask=unit < run, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+        mask = (row < rows)[:, None] & (unit < run)[None, :]
+        value = tl.load(source + unit[None, :], mask=mask, other=0).to(tl.uint32).to(tl.uint64)
+        total += (value * weight[None, :]).to(tl.int64)
+    tl.atomic_add(out + row * blocks, tl.sum(total, 1), mask=row < rows, sem="relaxed")
+
+
+@triton.jit
+def _wraps(
+    tile, weights, LANES: tl.constexpr, ROWS: tl.constexpr, align: tl.constexpr, width: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Rows of less than a block, each summed by itself, at any place of one block or of two."""
+    words, out = tl.load(tile), tl.load(tile + 2).to(tl.pointer_type(tl.int64))
+    phase, run, rows = tl.load(tile + 3), tl.load(tile + 4).to(tl.int32), tl.load(tile + 5).to(tl.int32)
+    far, near = tl.load(tile + 6), tl.load(tile + 7)
+    if align == 16:
+        words, near = tl.multiple_of(words, 16), tl.multiple_of(near, 16)
+        phase, run, far = tl.multiple_of(phase, 16), tl.multiple_of(run, 16), tl.multiple_of(far, 16)
+    row = tl.arange(0, ROWS)
+    first = phase + row * far
+    at = (first % 4096).to(tl.int32)
+    address = words + row * near
+    total = tl.zeros((ROWS, LANES), dtype=tl.int64)
+    before = tl.zeros((ROWS, LANES), dtype=tl.int64)
+    for begin in range(0, run, LANES):
+        unit = begin + tl.arange(0, LANES)
+        place = at[:, None] + unit[None, :]
+        mask = (row < rows)[:, None] & (unit < run)[None, :]
+        there = address[:, None] + unit[None, :] * width
+        found = _products(there.to(tl.pointer_type(dtype)), weights + place % 4096, mask)
+        before += tl.where(place < 4096, found, 0)
+        total += found
+    into, part = out + first // 4096, tl.sum(before, 1)
+    tl.atomic_add(into, part, mask=row < rows, sem="relaxed")
+    tl.atomic_add(into + 1, tl.sum(total, 1) - part, mask=(row < rows) & (at + run > 4096), sem="relaxed")
 
 
 @triton.jit
@@ -76,33 +116,22 @@ def _rows(tile, weights, UNITS: tl.constexpr, width: tl.constexpr, dtype: tl.con
 
 
 @triton.jit
-def sum_tiles(tiles, weights, count, UNITS: tl.constexpr, KIND: tl.constexpr):
+def sum_tiles(
+    tiles, weights, count, UNITS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr,
+    ALIGN: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Program p adds tile p of ``tiles`` (count, columns), see ``device_sums.TILE_COLUMNS``, to its block sums. All are
-    of one kind: what is compiled for one needs fewer registers than what serves all."""
+    of one kind: what is compiled for one needs fewer registers than what serves all. ``FORM`` is the kind's bits of
+    ``BLOCKS``, ``LINES`` and ``WRAPS``."""
+    dtype: tl.constexpr = tl.uint8 if WIDTH == 1 else (tl.uint16 if WIDTH == 2 else tl.uint32)
     program = tl.program_id(0)
     if program < count:
         tile = tiles + program.to(tl.int64) * 8
-        if KIND == 2 + 16 + 32 + 64:
-            _block(tile, weights, UNITS, tl.uint16)
-        elif KIND == 4 + 16 + 32 + 64:
-            _block(tile, weights, UNITS, tl.uint32)
-        elif KIND == 1 + 16 + 32 + 64:
-            _block(tile, weights, UNITS, tl.uint8)
-        elif KIND == 2 + 16 + 32:
-            _run(tile, weights, UNITS, 16, tl.uint16)
-        elif KIND == 4 + 16 + 32:
-            _run(tile, weights, UNITS, 16, tl.uint32)
-        elif KIND == 1 + 16 + 32:
-            _run(tile, weights, UNITS, 16, tl.uint8)
-        elif KIND == 2 + 16:
-            _run(tile, weights, UNITS, 2, tl.uint16)
-        elif KIND == 4 + 16:
-            _run(tile, weights, UNITS, 4, tl.uint32)
-        elif KIND == 1 + 16:
-            _run(tile, weights, UNITS, 1, tl.uint8)
-        elif KIND == 2:
-            _rows(tile, weights, UNITS, 2, tl.uint16)
-        elif KIND == 4:
-            _rows(tile, weights, UNITS, 4, tl.uint32)
+        if FORM == 32:
+            _blocks(tile, weights, UNITS, GROUP, ALIGN, dtype)
+        elif FORM == 64:
+            _lines(tile, weights, LANES, ROWS, ALIGN, dtype)
+        elif FORM == 128:
+            _wraps(tile, weights, LANES, ROWS, ALIGN, WIDTH, dtype)
         else:
-            _rows(tile, weights, UNITS, 1, tl.uint8)
+            _rows(tile, weights, UNITS, WIDTH, dtype)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import nursery
 import numpy as np
 import pytest
 
 from relaymeter.harness import bench, bench_scale
-from relaymeter.harness.bench_execution import PartFailed
-from relaymeter.harness.bench_report import Figure, Found, Say, missed, report_dict
+from relaymeter.harness.bench_report import Figure, Found, PartFailed, Say, missed, report_dict
 from relaymeter.relayout.planner import plan_move
 from relaymeter.relayout.schedule import build_schedule
 from relaymeter.relayout.topology import Topology
@@ -92,32 +93,34 @@ def test_ranks_that_fail_are_a_missed_bar_unless_bits_were_wrong(
     assert f"missed: made: the ranks ended with {code}" in capsys.readouterr().out
 
 
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "relaymeter.harness.bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+def test_help_names_the_parts_and_gives_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {name} " in printed for name in bench.PARTS)
+    assert "python -m relaymeter.harness.bench --only planning" in printed
 
 
-def test_help_names_the_parts_and_gives_an_example() -> None:
-    ended = start("--help")
-    assert ended.returncode == 0
-    assert all(f"\n  {name} " in ended.stdout for name in bench.PARTS)
-    assert "python -m relaymeter.harness.bench --only planning" in ended.stdout
-
-
-def test_bad_arguments_are_refused(tmp_path: Path) -> None:
-    ended = start("--only", "speed")
-    assert ended.returncode == 2
-    assert "planning" in ended.stderr
+def test_bad_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["--only", "speed"])
+    assert ended.value.code == 2
+    assert "planning" in capsys.readouterr().err
     (tmp_path / "have.json").write_text("{}")
-    ended = start("--only", "planning", "--json", str(tmp_path / "have.json"))
-    assert ended.returncode == 2
-    assert "have.json exists" in ended.stderr
+    assert bench.main(["--only", "planning", "--json", str(tmp_path / "have.json")]) == 2
+    assert "have.json exists" in capsys.readouterr().err
     assert (tmp_path / "have.json").read_text() == "{}"
 
 
+def start_warm(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return nursery.command(arguments, folder, os.environ, 100.0, module="relaymeter.harness.bench")
+
+
+@pytest.mark.dist
 def test_planning_runs_on_a_small_model_beside_its_peer(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    ended = start("--only", "planning", "--tiny", "--json", str(tmp_path / "found.json"))
+    ended = start_warm(tmp_path, "--only", "planning", "--tiny", "--json", "found.json")
     assert ended.returncode == 0, ended.stderr
     assert "plan_transfer" in ended.stdout
     document = json.loads((tmp_path / "found.json").read_text())
@@ -130,7 +133,8 @@ def test_planning_runs_on_a_small_model_beside_its_peer(tmp_path: Path) -> None:
 
 def test_json_on_standard_output_is_alone_there() -> None:
     pytest.importorskip("deepspeed")
-    ended = start("--only", "planning", "--tiny", "--json", "-")
+    command = [sys.executable, "-m", "relaymeter.harness.bench", "--only", "planning", "--tiny", "--json", "-"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["parts"] == ["planning"]
     assert "plan_transfer" in ended.stderr
@@ -167,7 +171,7 @@ def test_a_rank_of_the_scale_benchmark_plans_exactly_its_own_segments(
 
 @pytest.mark.dist
 def test_moves_run_beside_their_peers_with_every_bit_checked_and_memory_as_predicted(tmp_path: Path) -> None:
-    ended = start("--only", "local", "--only", "memory", "--tiny", "--json", str(tmp_path / "found.json"))
+    ended = start_warm(tmp_path, "--only", "local", "--only", "memory", "--tiny", "--json", "found.json")
     assert ended.returncode == 0, ended.stderr
     rows = json.loads((tmp_path / "found.json").read_text())["figures"]
     local = [row["name"] for row in rows if row["part"] == "local"]

@@ -107,7 +107,7 @@ def test_aligned_runs_move_by_eight_bytes_and_are_marked() -> None:
     )  # fmt: skip
     kinds, counts = np.unique(found.tiles[:, 2], return_counts=True)
     assert dict(zip(kinds.tolist(), counts.tolist(), strict=True)) == {
-        8 + 16 + 32: 3, 8 + 16: 3, 2 + 16: 3, 8: -(-2000 * 128 // TILE_BYTES),
+        8 + 16 + 32: 3, 8 + 16: 3, 2 + 16: 3, 8 + 32: -(-2000 * 128 // TILE_BYTES),
     }  # fmt: skip
     assert found.nbytes == 3 * 40000 + 2000 * 128
 

@@ -11,11 +11,25 @@ import pytest
 import torch
 
 from relaymeter.relayout.block_sums import LOW_WEIGHTS, add_boxes, block_count, word_box
-from relaymeter.relayout.device_sums import TILE_COLUMNS, DeviceSums, WordBox, sum_tiles
+from relaymeter.relayout.device_sums import BLOCKS, LINES, TILE_COLUMNS, WRAPS, DeviceSums, WordBox, sum_tiles
 from relaymeter.relayout.layout import TensorSpec
 
 DTYPES = ("int8", "bfloat16", "float32", "int64")
-SHAPES = ([5], [9000], [70, 130], [3, 50, 40], [2, 3, 5, 7], [6, 4096], [40, 1000], [2, 3, 700])
+SHAPES = (
+    [5],
+    [9000],
+    [70, 130],
+    [3, 50, 40],
+    [2, 3, 5, 7],
+    [6, 4096],
+    [40, 1000],
+    [2, 3, 700],
+    [30, 256],
+    [7, 3000],
+    [40000],
+    [50, 1536],
+    [20, 2049],
+)
 
 
 def box_of(
@@ -53,10 +67,16 @@ def test_tiles_hold_every_word_once_in_its_block(shape: list[int]) -> None:
         told = []
         for tile in sum_tiles(box.dims, box.start, box.offset * width, width, 0).tolist():
             row = dict(zip(TILE_COLUMNS, tile, strict=True))
-            assert row["kind"] % 16 == width and 0 <= row["phase"] < 4096
-            if row["kind"] > 16:
-                assert row["rows"] == 1 and row["phase"] + row["run"] <= 4096
+            kind = row["kind"]
+            assert kind % 16 == width and 0 <= row["phase"] < 4096
+            if kind & BLOCKS:
+                assert (row["phase"], row["run"]) == (0, 4096)
             for line in range(row["rows"]):
+                within = (row["phase"] + line * row["far"]) % 4096
+                if kind & LINES:
+                    assert within == row["phase"] and row["phase"] + row["run"] <= 4096
+                if kind & WRAPS:
+                    assert within + row["run"] <= 8192
                 for unit in range(row["run"]):
                     word = row["out"] // 8 * 4096 + row["phase"] + line * row["far"] + unit
                     told.append((word, (row["address"] + line * row["near"]) // width + unit))

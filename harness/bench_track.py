@@ -32,6 +32,7 @@ _SAMPLE_NOISE = 0.03
 _SHARED = 0.5
 _RUNS = 200
 _COMMITS = 12
+_DAYS, _SLOW_DAYS, _SLOWER = 30, 0.25, 1.2
 _DRIFTS = (0.03, 0.05)
 _LAUNCHES = (5, 8, 12)
 _CHANGES = (1.0, 1.1, 1.2)
@@ -200,12 +201,29 @@ def _historic(say: Say, runs: int, rows: int) -> list[_Row]:
     return found
 
 
+def _slow_days(say: Say, runs: int, rows: int) -> list[_Row]:
+    """Checks of the newest of some commits that are all alike, launched on days of which some are slower."""
+    say(f"{counted(rows, 'row')}, {_DRIFTS[0]:.0%} drift, {_DAYS} commits, slow days: {runs} runs")
+    rng = np.random.default_rng([rows, 55])
+    rate = _Rate()
+    for _ in range(runs):
+        launches: list[LaunchRecord] = []
+        for day in range(_DAYS):
+            slower = _SLOWER if rng.random() < _SLOW_DAYS else 1.0
+            launches += _records(slower * draw_launches(rng, 5, rows, _DRIFTS[0]), f"{day:02x}")
+        said, undecided = _said(check_history(launches, against="history"))
+        rate.add(said, [False] * rows, undecided=undecided, launches=5)
+    label = f"history of {_DAYS}, {_SLOW_DAYS:.0%} of days {_SLOWER - 1:.0%} slower"
+    return [(label, _DRIFTS[0], 1.0, rows, "check", rate)]
+
+
 def track(say: Say, tiny: bool = False) -> Found:
     """Draw unchanged and changed launches and count what the gates say of them. ``tiny``: few runs."""
     runs = 4 if tiny else _RUNS
     wide = _CASES * len(_METRICS)
     found = [*_fixed(say, runs, 1), *_fixed(say, runs, wide), *_growing(say, runs, wide), *_historic(say, runs, wide)]
-    return _figures(found), [_table(found)]
+    days = [*_slow_days(say, runs, 1), *_slow_days(say, runs, wide)]
+    return _figures([*found, *days]), [_table(found)]
 
 
 def _figures(found: Sequence[_Row]) -> list[Figure]:
@@ -220,7 +238,7 @@ def _figures(found: Sequence[_Row]) -> list[Figure]:
         enough = launches in (str(_ENOUGH[drift]), "as needed", f"history of {_COMMITS}")
         if change == 1:
             value, what = rate.runs_with_alarm / rate.runs, "false alarms"
-            bar: float | None = _ALARMS_PER_ROW if rows == 1 else _ALARMS_PER_RUN
+            bar: float | None = _ALARMS_PER_ROW if rows == 1 and "days" not in launches else _ALARMS_PER_RUN
             counts = [other.runs_with_alarm / other.runs if other else None for other in (naive, plain)]
         else:
             value, what = rate.caught / rate.changed, f"{change - 1:+.0%} caught"
@@ -231,7 +249,7 @@ def _figures(found: Sequence[_Row]) -> list[Figure]:
             for name, share in zip(("pooled", "Mann-Whitney"), counts, strict=True)
             if share is not None
         )
-        suffix = "" if launches in ("as needed", f"history of {_COMMITS}") else " launches"
+        suffix = " launches" if launches.isdigit() else ""
         figures.append(
             Figure(
                 part=_PART,

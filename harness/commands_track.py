@@ -6,6 +6,7 @@ A launch is added as soon as it has ended, so that what was measured stays whate
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import time
@@ -19,17 +20,18 @@ from relaymeter.harness import emit
 from relaymeter.harness.commands_ranks import check_targets
 from relaymeter.harness.jobs import TrackFault
 from relaymeter.harness.options_track import DEFAULT_HISTORY
+from relaymeter.harness.signals import EndingSignal, exit_code
 from relaymeter.harness.track.changes import short_name
 from relaymeter.harness.track.launches import LaunchPlan, plan_launches
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
 from relaymeter.harness.track.suite import load_suite, select_cases
 from relaymeter.records import dump_json
-from relaymeter.units import format_seconds
 
 __all__ = ["run"]
 
 Keep = Callable[[LaunchRecord], None]
 
+_TIMES = ("move", "pack", "communicate", "unpack", "plan")
 _LAUNCHES = 5
 _LIMIT_S = 600.0
 
@@ -60,7 +62,12 @@ def run(args: argparse.Namespace) -> int:
         notes.extend(history.append(target, [record]))
         taken.append(record)
 
-    code = _measure(plan, launches, args.time_limit or _LIMIT_S, keep)
+    try:
+        code = _measure(plan, launches, args.time_limit or _LIMIT_S, keep)
+    except (KeyboardInterrupt, EndingSignal) as stop:
+        what = signal.Signals(exit_code(stop) - 128).name
+        print(f"{what}: {len(taken)} of {launches} launches were measured, they are in {target}", file=sys.stderr)
+        raise
     if plan.hint is not None and plan.hint.rank:
         return code
     for note in dict.fromkeys(notes):
@@ -70,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_history(path: Path) -> None:
     """Refuse before any work what could not be appended to. Raises InputError, Undecided."""
-    from relaymeter.harness.track import history
+    from relaymeter.harness.track import history, targets
 
+    targets.check_history(path)
     if path.exists():
         history.read(path)
 
@@ -122,23 +130,23 @@ def _table(taken: Sequence[LaunchRecord]) -> Table:
     """A row for each case: medians of the launches' medians, the range of the move's, and what is exact."""
     table = emit.simple_table(
         "medians of the launches' medians, slowest rank; move: with the range over the launches",
-        [("case", "left"), *((name, "right") for name in ("move", "pack", "communicate", "unpack", "plan")),
-         ("across nodes", "right"), ("messages", "right"), ("rounds", "right"), ("digests", "right")],
+        [("case", "left"), *((name, "right") for name in _TIMES), ("across nodes", "right"), ("in node", "right"),
+         ("messages", "right"), ("segments", "right"), ("rounds", "right"), ("digests", "right")],
     )  # fmt: skip
     for at, case in enumerate(taken[-1].cases):
         mine = [record.cases[at] for record in taken]
-        times = [_median(mine, f"{name}_s") for name in ("move", "pack", "communicate", "unpack", "plan")]
-        moves = [value for one in mine if (value := one.median("move_s")) is not None]
-        move = emit.time_with_interval(times[0], min(moves), max(moves)) if moves else emit.NONE
         passed = f"{sum(one.digest_passed for one in mine)}/{sum(one.digest_total for one in mine)}"
         table.add_row(
-            case.name, move, *(emit.NONE if value is None else format_seconds(value) for value in times[1:]),
-            emit.size_text(int(case.exact["bytes_cross_node"])), str(case.exact["messages"]),
-            str(case.exact["rounds"]), passed,
+            case.name, *(_time(mine, f"{name}_s", ranged=name == _TIMES[0]) for name in _TIMES),
+            *(emit.size_text(int(case.exact[name])) for name in ("bytes_cross_node", "bytes_in_node")),
+            *(str(case.exact[name]) for name in ("messages", "segments", "rounds")), passed,
         )  # fmt: skip
     return table
 
 
-def _median(cases: Sequence[CaseRecord], metric: str) -> float | None:
+def _time(cases: Sequence[CaseRecord], metric: str, *, ranged: bool) -> str:
+    """The median of the launches' medians, and how far they range."""
     found = [value for case in cases if (value := case.median(metric)) is not None]
-    return statistics.median(found) if found else None
+    if not found or not ranged:
+        return emit.time_text(statistics.median(found) if found else None)
+    return emit.time_with_interval(statistics.median(found), min(found), max(found))

@@ -7,6 +7,7 @@ Ctrl-C, SIGTERM), what was measured of both sides until then is judged and repor
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,16 +18,11 @@ from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK, EXIT_TIME_LIMIT, EXIT_W
 from relaymeter.harness import emit
 from relaymeter.harness.launch import already_in_world
 from relaymeter.harness.signals import INTERRUPTED, EndingSignal, exit_code
-from relaymeter.harness.track.ab import (
-    LaunchFailed,
-    LaunchPairs,
-    OutOfTime,
-    other_side,
-    this_side,
-    versions_differ,
-)
+from relaymeter.harness.track.ab import LaunchFailed, LaunchPairs, OutOfTime
+from relaymeter.harness.track.ab_sides import other_side, refuse_other_suite, same_code, this_side, versions_differ
 from relaymeter.harness.track.records import LaunchRecord
 from relaymeter.harness.track.verdicts import Check
+from relaymeter.harness.track.wrong_base import right_ones, told
 
 __all__ = ["Compared", "compare_builds", "take_pairs"]
 
@@ -60,7 +56,7 @@ def compare_builds(args: argparse.Namespace) -> Compared:
     the launches where one side has none."""
     from relaymeter.harness.track import history, judge
     from relaymeter.harness.track.launches import plan_launches
-    from relaymeter.harness.track.suite import exact_toml, load_suite, select_cases, suite_path
+    from relaymeter.harness.track.suite import config_hash, exact_toml, load_suite, select_cases, suite_path
 
     hint = already_in_world()
     if hint is not None:
@@ -68,7 +64,7 @@ def compare_builds(args: argparse.Namespace) -> Compared:
             f"--ab starts launches of its own, but this is a rank of a world of {hint.launcher}: run it outside, or "
             "run track run there and compare by --against"
         )
-    named = args.suite or "ci"
+    named = "ci" if args.suite is None else args.suite
     suite = load_suite(named)
     plan_launches(select_cases(suite, args.case), emit.Output(None, force=False))  # what a launch would refuse
     sides = (other_side(args.ab), this_side())
@@ -87,41 +83,57 @@ def compare_builds(args: argparse.Namespace) -> Compared:
         if args.exact_only:
             file = Path(folder) / "suite.toml"
             file.write_text(exact_toml(suite), encoding="utf-8")
+        own_hash = config_hash(select_cases(load_suite(str(file)), args.case), {})
+        refuse_other_suite(sides[0], file, args.case or (), own_hash, allowed=args.allow_mismatch)
         pairs = LaunchPairs(
             sides, file, keep=keep, cases=args.case or (), time_limit_s=args.time_limit, fault=args.fault
         )
-        ended, said = take_pairs(pairs, asked, exact_only=exact_only)
+        ended, said = take_pairs(pairs, asked, exact_only=exact_only, kept_in=args.history)
+    before, after = pairs.launches
     found = judge.check_ab(
-        *pairs.launches,
+        right_ones(before),
+        after,
         labels=(sides[0].label, sides[1].label),
         allow_mismatch=args.allow_mismatch,
         one_machine=True,
         exact_only=exact_only,
     )
-    told = (*said, *versions_differ(*sides), *found.notes, *dict.fromkeys(notes))
-    return Compared(replace(found, notes=told), [*pairs.launches[0], *pairs.launches[1]], pairs.launches[1], ended)
+    found = told(found, before)
+    same = same_code(*sides)
+    notes = [*said, *([same] if same else []), *versions_differ(*sides), *found.notes, *dict.fromkeys(notes)]
+    return Compared(replace(found, notes=tuple(notes)), [*before, *after], after, ended)
 
 
-def take_pairs(pairs: LaunchPairs, asked: int, *, exact_only: bool) -> tuple[int, list[str]]:
+def take_pairs(
+    pairs: LaunchPairs, asked: int, *, exact_only: bool, kept_in: Path | None = None
+) -> tuple[int, list[str]]:
     """Launch both sides ``asked`` times, then on where that does not decide. Returns the exit code of what ended it
-    before ``asked`` (0: nothing did) and what to say of that. Raises it where one side has no launch."""
+    before ``asked`` (0: nothing did) and what to say of that. Raises it where one side has no launch. ``kept_in``: the
+    history that has every launch, for people."""
     from relaymeter.harness.track import judge
 
     try:
-        while more := judge.next_launches(*pairs.launches, asked, exact_only=exact_only):
+        while more := judge.next_launches(
+            right_ones(pairs.launches[0]), pairs.launches[1], asked, exact_only=exact_only
+        ):
             taken = min(map(len, pairs.launches))
             if taken >= asked:
                 _tell_why(pairs, taken, more)
             pairs.take(taken + more)
         return EXIT_OK, []
     except (LaunchFailed, OutOfTime, KeyboardInterrupt, EndingSignal) as stop:
-        if not all(pairs.launches):
-            raise
-        interrupted = isinstance(stop, KeyboardInterrupt | EndingSignal)
-        code = exit_code(stop) if isinstance(stop, KeyboardInterrupt | EndingSignal) else stop.exit_code
-        what = "interrupted" if interrupted else str(stop).partition("\n")[0]
-        print(f"relaymeter: {'interrupted' if interrupted else stop}", file=sys.stderr, flush=True)
         before, after = map(len, pairs.launches)
+        kept = f"{before} launches before and {after} after were measured" + (f", kept in {kept_in}" if kept_in else "")
+        if isinstance(stop, KeyboardInterrupt | EndingSignal):
+            code = exit_code(stop)
+            what = f"interrupted by {signal.Signals(code - 128).name}"
+            print(f"relaymeter: {what}: {kept}", file=sys.stderr, flush=True)
+        else:
+            code, what = stop.exit_code, str(stop).partition("\n")[0]
+            if before and after:
+                print(f"relaymeter: {stop}", file=sys.stderr, flush=True)
+        if not (before and after):
+            raise
         if code == EXIT_TIME_LIMIT and min(before, after) >= asked:
             return EXIT_OK, [f"the time limit ended it after {before} and {after} launches"]
         return code, [f"ended early ({what}): judged by {before} and {after} launches of {asked} a side"]
@@ -131,7 +143,8 @@ def _tell_why(pairs: LaunchPairs, taken: int, more: int) -> None:
     """Why more launches are taken than were asked for."""
     from relaymeter.harness.track import judge
 
-    names = [f"{case} {metric}" for case, metric in judge.unsettled(*pairs.launches)]
+    found = judge.unsettled(right_ones(pairs.launches[0]), pairs.launches[1])
+    names = [f"{case} {metric}" for case, metric in found]
     shown = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
     print(
         f"{taken} launches a side leave {shown} undecided: {more} more a side, {max(judge.LOOKS)} at most",

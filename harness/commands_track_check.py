@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from relaymeter.harness.commands_track_ab import Compared, compare_builds
 from relaymeter.harness.config import nearest
 from relaymeter.harness.options_track import DEFAULT_HISTORY
 from relaymeter.harness.track.records import LaunchRecord
-from relaymeter.harness.track.verdicts import Check, Side
+from relaymeter.harness.track.targets import check_history, check_summary
+from relaymeter.harness.track.verdicts import Check
 from relaymeter.records import check_target, plain, write_text
 from relaymeter.units import counted
 
@@ -47,16 +48,19 @@ def _check_outputs(args: argparse.Namespace) -> None:
     """Refuse before any work what would not be written after it, and options of the other comparison. Raises
     InputError."""
     files = {name: getattr(args, name) for name in _FILES}
-    named = args.suite if args.ab is not None else None
     summary = os.environ.get(_SUMMARY) if args.github else None
     history = args.history or DEFAULT_HISTORY  # the default one too must not be replaced
-    check_targets(json=args.json, history=history, suite=named, github=summary, **files)
+    check_targets(json=args.json, history=history, suite=args.suite, github=summary, **files)
     for target in filter(None, files.values()):
         check_target(target, force=args.force)
     if args.github and not os.environ.get(_SUMMARY):
         raise InputError(
             f"--github writes to the file that {_SUMMARY} names, which jobs of GitHub Actions have: set it"
         )
+    if summary:
+        check_summary(summary)
+    if args.ab is not None and args.history is not None:
+        check_history(args.history)
     of_launches = {"--launches": args.launches, "--time-limit": args.time_limit, "--fault": args.fault}
     of_history = {"--commit": args.commit, "--window": args.window}
     for option, given in (of_launches if args.ab is None else of_history).items():
@@ -84,14 +88,14 @@ def _against_history(args: argparse.Namespace) -> Compared:
         exact_only=args.exact_only,
     )
     found = replace(found, notes=(*found.notes, *said, *notes))
-    return Compared(found, launches, _of_side(launches, found.after))
+    return Compared(found, launches, _judged_ones(launches, commit, found))
 
 
 def _asked_for(launches: list[LaunchRecord], args: argparse.Namespace) -> list[LaunchRecord]:
     """The launches of the suite and with the cases that were asked for. Raises NothingMeasured, InputError."""
     where = args.history or DEFAULT_HISTORY
     if args.suite is not None:
-        name = Path(args.suite).stem if args.suite.endswith(".toml") else args.suite
+        name = _suite_name(args.suite)
         launches = [launch for launch in launches if launch.suite == name]
         if not launches:
             raise NothingMeasured(f"history {where} has no launch of suite {name}")
@@ -105,6 +109,15 @@ def _asked_for(launches: list[LaunchRecord], args: argparse.Namespace) -> list[L
         ]
         launches = [launch for launch in launches if launch.cases]
     return launches
+
+
+def _suite_name(text: str) -> str:
+    """The name under which a history has the suite ``text``: that which the file gives itself, where there is one."""
+    from relaymeter.harness.track.suite import load_suite
+
+    if text.endswith(".toml") or "/" in text:
+        return load_suite(text).name if Path(text).exists() else Path(text).stem
+    return text
 
 
 def _commit(asked: str | None, launches: Sequence[LaunchRecord]) -> tuple[str | None, list[str]]:
@@ -132,7 +145,7 @@ def _commit(asked: str | None, launches: Sequence[LaunchRecord]) -> tuple[str | 
 
 def _resolved(text: str, launches: Sequence[LaunchRecord]) -> str:
     """``text`` where the history knows it, else the revision that git means by it."""
-    from relaymeter.harness.track.judge_history import named_commits
+    from relaymeter.harness.track.builds import named_commits
     from relaymeter.harness.track.launches import revision
 
     if named_commits(text, launches):
@@ -141,15 +154,14 @@ def _resolved(text: str, launches: Sequence[LaunchRecord]) -> str:
     return text if found is None else found + ("-dirty" if text.endswith("-dirty") else "")
 
 
-def _of_side(launches: Sequence[LaunchRecord], side: Side) -> list[LaunchRecord]:
-    """The launches that a side of a check stands for."""
-    return [
-        one
-        for one in launches
-        if (one.commit, one.dirty, one.machine_id, one.config_hash)
-        == (side.commit, side.dirty, side.machine_id, side.config_hash)
-        and (one.commit is not None or one.version == side.version)
-    ][-side.launches :]
+def _judged_ones(launches: Sequence[LaunchRecord], commit: str | None, found: Check) -> list[LaunchRecord]:
+    """The launches that the judged side of a check stands for: of the judged build those of its setting."""
+    from relaymeter.harness.track.builds import named, newest_build
+
+    build = newest_build(launches) if commit is None else named(commit, launches)
+    side = found.after
+    setting = (found.suite, side.machine_id, side.config_hash)
+    return [one for one in build.launches if (one.suite, one.machine_id, one.config_hash) == setting] if build else []
 
 
 def _report(args: argparse.Namespace, compared: Compared, out: emit.Output) -> int:
@@ -167,6 +179,7 @@ def _report(args: argparse.Namespace, compared: Compared, out: emit.Output) -> i
     def written(name: str, text: str) -> None:
         write_text(getattr(args, name), text, force=args.force)
 
+    judged = compared.after[-1] if compared.after else None
     failed = write_all(
         args,
         {
@@ -174,21 +187,27 @@ def _report(args: argparse.Namespace, compared: Compared, out: emit.Output) -> i
             "markdown": lambda: written("markdown", markdown.comment(found)),
             "action_benchmark": lambda: written("action_benchmark", exports.action_benchmark(found)),
             "hud": lambda: written("hud", exports.hud(found, compared.after)),
-            "otava": lambda: written("otava", exports.otava_csv(compared.launches)),
+            "otava": lambda: written("otava", exports.otava_csv(compared.launches, judged, found.mismatch)),
             "json": lambda: out.json(_document(found, code)),
         },
     )
     if args.github:
-        failed = _tell_github(github.step_summary(found), github.annotations(found)) or failed
+        for line in github.annotations(found):
+            print(line, file=sys.stderr, flush=True)
+        failed = _add_summary(lambda held: github.step_summary(found, held=held)) or failed
     return code or failed or out.exit_code
 
 
-def _tell_github(summary: str, annotations: Sequence[str]) -> int:
-    """Add to the step's summary, and print the annotations where the runner looks for them."""
-    for line in annotations:
-        print(line, file=sys.stderr, flush=True)
+def _add_summary(summary_beside: Callable[[int], str]) -> int:
+    """Add to the step's summary what fits beside the bytes that it holds already."""
     try:
         with open(os.environ[_SUMMARY], "a", encoding="utf-8") as stream:
+            held = os.fstat(stream.fileno()).st_size
+            summary = summary_beside(held)
+            if not summary:
+                text = f"it holds {held} bytes already, and GitHub drops one of more than 1 MiB: nothing was added"
+                print(f"relaymeter: --github: {os.environ[_SUMMARY]}: {text}", file=sys.stderr)
+                return InputError.exit_code
             stream.write(summary)
     except OSError as error:
         print(f"relaymeter: --github: {os.environ[_SUMMARY]}: {error.strerror or error}", file=sys.stderr)

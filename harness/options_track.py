@@ -45,7 +45,11 @@ def _add_run(actions: Commands) -> None:
         help="independent launches (default 5; in a world that torchrun or the like has made: 1)",
     )
     run.add_argument(
-        "--case", action="append", metavar="NAME", help="only this case of the suite (may be repeated; default all)"
+        "--case",
+        type=_text,
+        action="append",
+        metavar="NAME",
+        help="only this case of the suite (may be repeated; default all)",
     )
     _add_history(run, f"file to add the launches to, made where it is missing (default {DEFAULT_HISTORY})")
     run.add_argument("--time-limit", type=seconds, metavar="SECONDS", help="limit of the whole command (default 600)")
@@ -65,12 +69,14 @@ def _add_check(actions: Commands) -> None:
     which = check.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "--against",
+        type=_text,
         metavar="REVISION|history",
         help="compare a commit of the history with this revision (any that git knows, or a prefix; outside a "
         "checkout a version), or with all before",
     )
     which.add_argument(
         "--ab",
+        type=_text,
         metavar="FOLDER|PYTHON",
         help="launch another checkout, or a python with another version installed, and this one by turns, and compare",
     )
@@ -84,6 +90,7 @@ def _add_check(actions: Commands) -> None:
     )
     check.add_argument(
         "--commit",
+        type=_text,
         metavar="REVISION",
         help="with --against: the commit to judge (default that of this checkout where the history holds it, else that "
         "of the last launch)",
@@ -96,7 +103,11 @@ def _add_check(actions: Commands) -> None:
         "one; older changes are notes)",
     )
     check.add_argument(
-        "--case", action="append", metavar="NAME", help="only this case of the suite (may be repeated; default all)"
+        "--case",
+        type=_text,
+        action="append",
+        metavar="NAME",
+        help="only this case of the suite (may be repeated; default all)",
     )
     check.add_argument(
         "--exact-only",
@@ -155,13 +166,21 @@ def _add_show(actions: Commands) -> None:
 def _add_suite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
+        type=_text,
         metavar="NAME|FILE.toml",
-        help="shipped suite or a file (default ci; of check --against: that of the newest launch)",
+        help="shipped suite or a file (default ci; of check --against: the judged commit's with the longest history)",
     )
 
 
 def _add_history(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--history", type=named, metavar="FILE", help=what)
+
+
+def _text(text: str) -> str:
+    """An empty one is a variable that a script has not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names nothing: give a name, or leave the option out")
+    return text
 
 
 def _fault(text: str) -> tuple[str, float]:

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import relaymeter
 from relaymeter.calibration.fingerprint import machine_facts
 from relaymeter.errors import InputError
+from relaymeter.harness.git import checkout_root, git_says
 from relaymeter.harness.jobs import RunStamp
 from relaymeter.harness.launch import WorldHint, already_in_world
 from relaymeter.records import Row, dump_lines, read_input, write_text
@@ -65,13 +65,10 @@ def make_stamp(machine: str, *, shaped: bool, mismatch: Sequence[str] = ()) -> R
 
 def _commit() -> str | None:
     """Revision of the checkout this package runs from, with ``-dirty`` where files differ; None outside a checkout."""
-    root = Path(relaymeter.__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return found.stdout.strip() or None
+    root = checkout_root()
+    if root is not None:
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            return git_says(root, "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*") or None
     return None
 
 

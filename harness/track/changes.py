@@ -35,6 +35,7 @@ from relaymeter.harness.track.evidence import (
     compare,
     finding,
     noise,
+    returns,
     spread_of,
     t_test,
 )
@@ -47,11 +48,14 @@ __all__ = [
     "CommitGroup",
     "Segments",
     "Series",
+    "SettingKey",
+    "build_key",
     "change_points",
     "commit_groups",
     "commit_key",
     "cut",
     "series_of",
+    "setting_key",
     "short_name",
 ]
 
@@ -60,10 +64,14 @@ CHANGE_LEVEL = 0.01
 #: Below this two-sided p, corrected over the rows, the newest commit differs from those since the last change.
 LATEST_LEVEL = 0.02
 
+#: Suite, machine and configuration: what launches of one series share.
+SettingKey = tuple[str, str, str]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommitGroup:
-    """The launches of one commit; those of a changed checkout stand apart from those of the commit itself."""
+    """The launches of one commit; those of a changed checkout stand apart from those of the commit itself, and those of
+    each session in it from each other: the files may have been changed in between."""
 
     label: str
     """Short name for people: ``1a2b3c4d5``, ``1a2b3c4d5-dirty``; the version outside a checkout."""
@@ -75,8 +83,9 @@ class CommitGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change of one timed metric."""
+    """One change of one timed metric in one suite, machine and configuration."""
 
+    setting: SettingKey
     case: str
     metric: str
     """Name of a ``records.Metric``."""
@@ -128,6 +137,8 @@ class Segments:
 
     series: Series
     spread: Spread
+    noise: tuple[float, float]
+    """Variance of a launch's logarithm and its degrees of freedom, as ``evidence.noise`` has them."""
     cuts: tuple[int, ...]
     """Positions in ``series.groups`` of the first commit after each change."""
     findings: tuple[Finding, ...]
@@ -141,6 +152,14 @@ class Segments:
         ends = (0, *self.cuts, len(self.series.groups))
         return ends[at], ends[at + 1], ends[at + 2]
 
+    def returns(self, first: int, place: int, end: int) -> int:
+        """How many commits before ``place`` were as slow as those from there to ``end``, against those from ``first``
+        on, and came back: see ``evidence.returns``."""
+        series = self.series
+        base, after = series.launches(first, place), series.launches(place, end)
+        earlier = series.groups[:place]
+        return returns(earlier, base, after, *self.noise, higher_is_better=series.higher_is_better)
+
 
 def short_name(commit: str | None, dirty: bool, version: str) -> str:
     """What people read of a commit: ``1a2b3c4d5``, ``1a2b3c4d5-dirty``; the version outside a checkout."""
@@ -148,19 +167,29 @@ def short_name(commit: str | None, dirty: bool, version: str) -> str:
 
 
 def commit_key(launch: LaunchRecord) -> tuple[str | None, bool, str]:
-    """What the launches of one commit share: the revision, whether files differed from it; outside a checkout the
-    version."""
+    """What names a commit: the revision, whether files differed from it; outside a checkout the version."""
     return launch.commit, launch.dirty, "" if launch.commit else launch.version
 
 
+def build_key(launch: LaunchRecord) -> tuple[str | None, bool, str, str]:
+    """What the launches of one build share: the commit, and with changed files the session, as nothing tells whether
+    two sessions had the same ones."""
+    return *commit_key(launch), launch.session_id if launch.dirty else ""
+
+
+def setting_key(launch: LaunchRecord) -> SettingKey:
+    """What launches have to share for their times to be compared."""
+    return launch.suite, launch.machine_id, launch.config_hash
+
+
 def commit_groups(launches: Sequence[LaunchRecord]) -> list[CommitGroup]:
-    """The launches by commit, in the order in which each commit first occurs."""
-    found: dict[tuple[str | None, bool, str], list[LaunchRecord]] = {}
+    """The launches by build, in the order in which each first occurs."""
+    found: dict[tuple[str | None, bool, str, str], list[LaunchRecord]] = {}
     for launch in launches:
-        found.setdefault(commit_key(launch), []).append(launch)
+        found.setdefault(build_key(launch), []).append(launch)
     return [
         CommitGroup(label=short_name(commit, dirty, version), commit=commit, dirty=dirty, launches=tuple(group))
-        for (commit, dirty, version), group in found.items()
+        for (commit, dirty, version, _), group in found.items()
     ]
 
 
@@ -198,27 +227,31 @@ def cut(series: Sequence[Series], *, at_least: float) -> list[Segments]:
             if not weak:
                 break
             del cuts[max(weak, key=lambda at: alone[at])]
-        found.append(Segments(one, spread, tuple(cuts), tuple(findings)))
+        found.append(Segments(one, spread, (variance, freedom), tuple(cuts), tuple(findings)))
     return _with_latest(found, at_least)
 
 
 def _with_latest(found: Sequence[Segments], at_least: float) -> list[Segments]:
-    """The same with what is said of the newest commit, and a cut before it where it differs."""
+    """The same with what is said of the newest commit, and a cut before it where it differs and is no slow day."""
     newest = max((one.series.indexes[-1] for one in found), default=-1)
     pairs: dict[int, Pair] = {}
+    begins: dict[int, int] = {}
     for at, one in enumerate(found):
         last = len(one.series.groups) - 1
         begin = max((place for place in one.cuts if place < last), default=0)
         pair = one.series.pair(begin, last, last + 1)
         if one.series.indexes[-1] == newest and min(len(pair.before), len(pair.after)) >= MIN_LAUNCHES:
-            pairs[at] = pair
+            pairs[at], begins[at] = pair, begin
     whole = list(found)
     said = compare(list(pairs.values()), [found[at].spread for at in pairs])
     for at, latest in zip(pairs, said, strict=True):
         one, last = found[at], len(found[at].series.groups) - 1
         if last in one.cuts:
-            whole[at] = replace(one, latest=one.findings[-1])
-        elif latest.p_value < LATEST_LEVEL and latest.beyond(at_least):
+            latest = one.findings[-1]
+            if one.returns(begins[at], last, last + 1):
+                one = replace(one, cuts=one.cuts[:-1], findings=one.findings[:-1])
+            whole[at] = replace(one, latest=latest)
+        elif latest.p_value < LATEST_LEVEL and latest.beyond(at_least) and not one.returns(begins[at], last, last + 1):
             cuts, findings = (*one.cuts, last), (*one.findings, latest)
             whole[at] = replace(one, cuts=cuts, findings=findings, latest=latest)
         else:
@@ -262,23 +295,23 @@ def change_points(launches: Sequence[LaunchRecord], *, at_least: float = 1.05) -
     left out: nothing tells whether two of them are the same. ``Change.index`` counts ``commit_groups(launches)``.
     """
     groups = commit_groups(launches)
-    settings: dict[tuple[str, str, str], dict[int, list[LaunchRecord]]] = {}
+    settings: dict[SettingKey, dict[int, list[LaunchRecord]]] = {}
     for index, group in enumerate(groups):
         for launch in () if group.dirty else group.launches:
-            key = (launch.machine_id, launch.config_hash, launch.suite)
-            settings.setdefault(key, {}).setdefault(index, []).append(launch)
+            settings.setdefault(setting_key(launch), {}).setdefault(index, []).append(launch)
     changes = []
-    for kept in settings.values():
+    for key, kept in settings.items():
         for segments in cut(series_of(kept), at_least=at_least):
-            changes += [_change(segments, at, groups) for at in range(len(segments.cuts))]
+            changes += [_change(key, segments, at, groups) for at in range(len(segments.cuts))]
     return sorted(changes, key=lambda change: (change.case, change.metric, change.index))
 
 
-def _change(segments: Segments, at: int, groups: Sequence[CommitGroup]) -> Change:
+def _change(key: SettingKey, segments: Segments, at: int, groups: Sequence[CommitGroup]) -> Change:
     series = segments.series
     first, place, end = segments.bounds(at)
     index = series.indexes[place]
     return Change(
+        setting=key,
         case=series.case,
         metric=series.metric,
         index=index,

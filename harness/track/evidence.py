@@ -38,6 +38,7 @@ __all__ = [
     "holm",
     "moderate",
     "noise",
+    "returns",
     "shift_interval",
     "shift_of",
     "spread_of",
@@ -55,6 +56,12 @@ _MOST_EXACT_PAIRS = 2500
 _COMMITS_DIFFER = 0.1
 #: With fewer commits the spread between them cannot be told.
 _LEAST_COMMITS = 4
+#: A stretch of at most so many commits that came back is a few days of the machine. A longer one is a level.
+_LONGEST_STRETCH = 3
+#: A commit was as slow as another one from this share of its slow-down (of the logarithm) on.
+_AS_SLOW = 0.75
+#: Two-sided p, corrected for all commits before, below which one of them was another day.
+_ANOTHER_DAY = 0.05
 #: Degrees of freedom that stand for a known variance.
 _MANY = 1e6
 
@@ -228,6 +235,49 @@ def noise(spreads: Sequence[Spread]) -> list[tuple[float, float]]:
         found.append(
             (larger, degrees) if degrees and (not freedom or differ < _COMMITS_DIFFER) else (variance, freedom)
         )
+    return found
+
+
+def returns(
+    earlier: Groups,
+    base: Sequence[float],
+    after: Sequence[float],
+    variance: float,
+    freedom: float,
+    *,
+    higher_is_better: bool = False,
+) -> int:
+    """How many of the ``earlier`` commits (launches, above 0, in order) were as slow as ``after``, in stretches of a
+    few commits that began at the level of ``base`` and came back to it. Such a history says that a machine has slow
+    days: that ``after`` is slow is then no sign of a change. 0 where it is not slower than ``base``, or one is empty.
+
+    As slow: by three quarters of the slow-down at least, and beyond chance or as far beyond it as ``after`` is, for the
+    ``variance`` of a launch's logarithm with ``freedom`` degrees. What began before the history, or lasted longer, is a
+    level, which may come again.
+    """
+    if not base or not after or not freedom:
+        return 0
+    sign = -1 if higher_is_better else 1
+    low, high = (sign * statistics.median(map(math.log, side)) for side in (base, after))
+    if high <= low:
+        return 0
+
+    def chance(group: Sequence[float]) -> tuple[float, float]:
+        step = sign * statistics.fmean(map(math.log, group)) - low
+        return step, 2 * float(special.stdtr(freedom, -step / math.sqrt(variance * (1 / len(group) + 1 / len(base)))))
+
+    _, own = chance(after)
+    steps = [chance(group) for group in earlier]
+    limit = max(own, _ANOTHER_DAY / max(1, len(steps)))
+    slow = [step > _AS_SLOW * (high - low) and p_value <= limit for step, p_value in steps]
+    found = length = 0
+    whole = False
+    for now in slow:
+        if not now:
+            found += length if whole and length <= _LONGEST_STRETCH else 0
+            whole, length = True, 0
+        else:
+            length += 1
     return found
 
 

@@ -151,24 +151,28 @@ def _values(case: CaseRecord) -> dict[str, float | int]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def otava_csv(launches: Sequence[LaunchRecord]) -> str:
+def otava_csv(
+    launches: Sequence[LaunchRecord], judged: LaunchRecord | None = None, mismatch: Sequence[str] = ()
+) -> str:
     """The CSV of Apache Otava's importer: a line for each launch, in the order of time, columns ``time``, ``commit``,
     ``version``, ``session``, ``launch``, then ``CASE/METRIC`` with the median of its repeats or its exact number.
 
     For a history: two builds launched by turns are no series. Otava knows one series a file and takes no gap. So the
-    lines are those of the newest launch's suite, machine and configuration, and of them the ones that measured all that
-    the newest did, with every bit in place.
+    lines are those of the suite, machine and configuration of ``judged`` (by default the newest launch), and of them
+    the ones that measured all that the newest did, with every bit in place. ``mismatch``: in what the sides of the
+    check differ; where they do, each line has it in a column of that name.
     """
-    found = _series(launches)
+    found = _series(launches, judged)
+    stamp = [" ".join(map(visible, mismatch))] if mismatch else []
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     columns = list(_columns(found[-1])) if found else []
-    writer.writerow(["time", *_ATTRIBUTES, *map(visible, columns)])
+    writer.writerow(["time", *_ATTRIBUTES, *(["mismatch"] if stamp else []), *map(visible, columns)])
     for launch in found:
         values = _columns(launch)
         commit = (launch.commit or "") + ("-dirty" if launch.dirty else "")
         about = [launch.utc, commit, launch.version, launch.session_id]
-        writer.writerow([*map(visible, about), launch.launch, *(repr(values[name]) for name in columns)])
+        writer.writerow([*map(visible, about), launch.launch, *stamp, *(repr(values[name]) for name in columns)])
     return stream.getvalue()
 
 
@@ -186,21 +190,17 @@ def otava_config(launches: Sequence[LaunchRecord], csv_name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _series(launches: Sequence[LaunchRecord]) -> list[LaunchRecord]:
+def _series(launches: Sequence[LaunchRecord], judged: LaunchRecord | None = None) -> list[LaunchRecord]:
     """Of one suite, machine and configuration, whole, by time."""
     whole = [launch for launch in launches if launch.cases and all(case.ok for case in launch.cases)]
     whole.sort(key=lambda launch: launch.utc)
-    if not whole:
-        return []
-    newest = whole[-1]
-    columns = set(_columns(newest))
-    return [
-        launch
-        for launch in whole
-        if (launch.suite, launch.machine_id, launch.config_hash)
-        == (newest.suite, newest.machine_id, newest.config_hash)
-        and columns <= set(_columns(launch))
-    ]
+    whole = [launch for launch in whole if _setting(launch) == _setting(judged or whole[-1])]
+    columns = set(_columns(whole[-1])) if whole else set()
+    return [launch for launch in whole if columns <= set(_columns(launch))]
+
+
+def _setting(launch: LaunchRecord) -> tuple[str, str, str]:
+    return launch.suite, launch.machine_id, launch.config_hash
 
 
 def _columns(launch: LaunchRecord) -> dict[str, float | int]:

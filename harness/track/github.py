@@ -1,13 +1,14 @@
 """A check in a run of GitHub Actions: ``step_summary(check)`` and ``annotations(check)``. Pure.
 
-The summary is Markdown for the file that ``$GITHUB_STEP_SUMMARY`` names; GitHub drops one of more than 1 MiB whole.
+The summary is Markdown for the file that ``$GITHUB_STEP_SUMMARY`` names, which the commands of a step share; GitHub
+drops one of more than 1 MiB whole.
 Annotations are workflow commands, printed a line each; GitHub keeps 10 of a step.
 """
 
 # why: no "from __future__ import annotations" here, it would take the name of a function below.
 from collections.abc import Sequence
 
-from relaymeter.harness.track.markdown import fitting, table, top
+from relaymeter.harness.track.markdown import fitting, prose, table, top
 from relaymeter.harness.track.row_texts import NOT_OK, change_text, shortened, stamps, visible
 from relaymeter.harness.track.verdicts import Check, Row, Verdict
 from relaymeter.units import counted
@@ -16,6 +17,8 @@ __all__ = ["LARGEST_SUMMARY_BYTES", "MOST_ANNOTATIONS", "annotations", "step_sum
 
 #: The summary stays below this: 900 KiB.
 LARGEST_SUMMARY_BYTES = 900 * 1024
+#: The file stays below this, with what it holds already: GitHub's 1 MiB, less a line or two.
+_LARGEST_FILE_BYTES = 1024 * 1024 - 1024
 MOST_ANNOTATIONS = 10
 #: Kept for what stands around the rows.
 _RESERVE_BYTES = 4096
@@ -32,12 +35,18 @@ _LEVELS: dict[Verdict, str] = {
 }
 
 
-def step_summary(check: Check) -> str:
-    """Markdown of less than 900 KiB in UTF-8, whatever the number of rows: the worst first, the rest folded, and how
-    many were left out."""
+def step_summary(check: Check, *, held: int = 0) -> str:
+    """Markdown of less than 900 KiB in UTF-8, and less than 1 MiB with the ``held`` bytes that the file has already,
+    whatever the number of rows: the worst first, the rest folded, and how many were left out. Where not even the
+    verdict has room it is empty."""
     rows = check.worst_first()
-    parts = top(check)
-    room = LARGEST_SUMMARY_BYTES - _RESERVE_BYTES - sum(_size(part) + 2 for part in parts)
+    whole = min(LARGEST_SUMMARY_BYTES, _LARGEST_FILE_BYTES - held) - _RESERVE_BYTES
+    parts = ["", *top(check)] if held else top(check)  # an empty line, so that it begins no cell of a table above
+    if sum(_size(part) + 2 for part in parts) > whole:
+        parts = ["", top(check)[0], *map(prose, stamps(check))]
+    room = whole - sum(_size(part) + 2 for part in parts)
+    if room < 0:
+        return ""
     shown = fitting(rows, room, _size)
     opened = min(len(shown), max(_OPEN, sum(row.verdict in NOT_OK for row in rows[: 2 * _OPEN])))
     if opened:
@@ -47,13 +56,15 @@ def step_summary(check: Check) -> str:
         parts.append(f"<details><summary>{title}</summary>\n\n{table(shown[opened:])}\n\n</details>")
     if len(shown) < len(rows):
         left = len(rows) - len(shown)
-        parts.append(f"{counted(left, 'row')} left out, none worse than those above: a summary holds 1 MiB.")
+        worse = "none worse than those above: " if shown else ""
+        parts.append(f"{counted(left, 'row')} left out, {worse}a summary holds 1 MiB.")
     return "\n\n".join(parts) + "\n"
 
 
 def annotations(check: Check) -> list[str]:
     """At most ten workflow commands such as ``::error title=...::message``: one for each of the worst rows, where there
-    are more one that says how many, and one for all rows of a verdict that is a warning."""
+    are more one that says how many, and one for all rows of a verdict that is a warning. Of a good check none, unless
+    its sides are not comparable: that is said."""
     if not check.rows:
         return [_command("warning", "nothing was compared", "the check had no rows: this is no pass")]
     rows = check.worst_first()
@@ -68,7 +79,7 @@ def annotations(check: Check) -> list[str]:
         counts = {verdict: sum(row.verdict == verdict for row in left) for verdict in NOT_OK}
         told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         found.append(_command("error", f"{len(left)} more", f"{told}: see the step summary"))
-    return found + warnings
+    return found + warnings or [_command("notice", "mismatch", stamp) for stamp in stamps(check)]
 
 
 def _warns(verdict: Verdict) -> bool:

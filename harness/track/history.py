@@ -28,7 +28,9 @@ __all__ = ["append", "read"]
 _LARGEST = 1 << 30
 #: How long a writer waits for another, in seconds. One holds the lock for as long as an fsync takes.
 _PATIENCE_S = 60.0
-_BAD = (ValueError, TypeError, AttributeError, RecursionError)
+_BAD = (ValueError, TypeError, AttributeError, RecursionError, OverflowError)
+#: UTF-8, with the mark that some editors write at the start of a file.
+_TEXT = "utf-8-sig"
 
 
 def append(path: Path, launches: Sequence[LaunchRecord]) -> list[str]:
@@ -96,7 +98,7 @@ def _launch(path: Path, number: int, line: bytes) -> LaunchRecord:
     if not line.strip():
         raise InputError(f"{where}: it is empty: remove it")
     try:
-        entry = parse_json(line.decode())
+        entry = parse_json(line.decode(_TEXT))
         _check_version(entry, where)
         return LaunchRecord.from_dict(entry)
     except json.JSONDecodeError as error:
@@ -119,7 +121,7 @@ def _check_version(entry: Any, where: str) -> None:
 def _whole(line: bytes) -> bool:
     """Whether a line is a whole JSON object; a part of one never is."""
     try:
-        return isinstance(parse_json(line.decode()), dict)
+        return isinstance(parse_json(line.decode(_TEXT)), dict)
     except _BAD:
         return False
 
@@ -157,7 +159,7 @@ def _mend(path: Path, handle: int) -> list[str]:
     last, end, size = _last_line(handle)
     whole = _whole(last)
     if whole:
-        _check_version(parse_json(last.decode()), f"history {path}, last line")
+        _check_version(parse_json(last.decode(_TEXT)), f"history {path}, last line")
     if end == size:
         return []
     if whole:

@@ -12,41 +12,48 @@ at one of the N newest commits fails for as long as it is among them: for histor
 a change of a time only comes to light some commits later. There the newest commits of the window are judged together.
 
 Times are held against launches of the same machine, exact metrics against those of all, see ``sides.base_of``.
-Launches of a changed checkout (dirty) count only as the judged commit: nothing tells whether two of them are the same.
+Launches of a changed checkout (dirty) count only as the judged build, those of one session: nothing tells whether two
+sessions had the same changes. What was measured before and is not any more is undecided at the commit that dropped it,
+or within the window, and a note after that.
+
 A history cannot see what an interleaved A/B sees: a machine that is slower today than on all other days looks like a
-change, unless the days before differed as much.
+change. Where a few commits before were as slow, and the next ones were not, the row is undecided: see
+``evidence.returns``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from relaymeter.errors import InputError, NothingMeasured
-from relaymeter.harness.track.changes import (
-    LATEST_LEVEL,
-    CommitGroup,
-    Segments,
-    commit_groups,
-    commit_key,
-    cut,
-    series_of,
+from relaymeter.harness.track.builds import (
+    by_setting,
+    earlier,
+    held_text,
+    named,
+    named_commits,
+    newest_build,
+    other_build,
+    other_sessions,
 )
+from relaymeter.harness.track.changes import LATEST_LEVEL, CommitGroup, Segments, commit_groups, cut, series_of
 from relaymeter.harness.track.evidence import MIN_LAUNCHES
 from relaymeter.harness.track.records import LaunchRecord
+from relaymeter.harness.track.row_texts import headline
+from relaymeter.harness.track.row_verdicts import Value
 from relaymeter.harness.track.sides import (
     Base,
     Both,
+    Key,
     base_of,
     judged,
     pair_up,
-    settings_differ,
     side_of,
     values_of,
     wrong_bits,
 )
-from relaymeter.harness.track.verdicts import Check
+from relaymeter.harness.track.verdicts import Check, Verdict
 from relaymeter.units import counted
 
 __all__ = ["check_history", "named_commits"]
@@ -55,8 +62,11 @@ _MOST_NOTES = 5
 #: A change is noted while it began at one of so many newest commits.
 _NOTED = 10
 _MORE = "relaymeter track run adds launches"
+#: Verdicts for which another setting of the judged commit is shown instead, the worst first.
+_GRAVE: tuple[Verdict, ...] = ("wrong bits", "regression")
 _NO_TIMES = "times are not judged, only exact metrics"
-_WHOLE = re.compile(r"[0-9a-f]{40}(-dirty)?")
+#: By index of the commit the values of its launches.
+Held = Mapping[int, tuple[float | Value, ...]]
 
 
 def check_history(
@@ -69,11 +79,14 @@ def check_history(
     window: int = 1,
     exact_only: bool = False,
 ) -> Check:
-    """The verdict upon ``commit``, as ``named_commits`` has it: by default that of the last launch. Its launches are
-    those with the machine, configuration and suite of the last of them.
+    """The verdict upon ``commit``, as ``named_commits`` has it: by default that of the last launch.
 
     ``against``: another commit, or ``history``: all that occur for the first time before it. ``window``: how many of
     the newest commits fail where a change began at them. ``exact_only``: without times.
+
+    Where the commit was launched in several settings (suite, machine, configuration), each is judged by itself. The
+    verdict is that upon the one with most commits before it, or upon another that has wrong bits or a regression where
+    that one has none; notes say what the others came to.
 
     Without a baseline every row says so (exit code 5). Where the baseline has only launches of another machine, times
     are inconclusive (exit code 4), of another configuration or suite everything, unless ``allow_mismatch``. Raises
@@ -82,31 +95,60 @@ def check_history(
     """
     if not launches:
         raise NothingMeasured("the history holds no launch: relaymeter track run adds some")
-    whole = _last(launches) if commit is None else _named(commit, launches)
+    whole = newest_build(launches) if commit is None else named(commit, launches)
     if whole is None:
-        raise InputError(f"the history holds no launch of {commit}: {_held(launches)}")
-    last = whole.launches[-1]
-    newest = replace(whole, launches=tuple(one for one in whole.launches if not settings_differ([one], [last])))
+        raise InputError(f"the history holds no launch of {commit}: {held_text(launches)}")
     if against == "history":
-        label, said = "", f"{newest.label} is the first commit of the history: there is no baseline"
-        before = [one for one in _before(launches, last) if not one.dirty and one.suite == last.suite]
+        before, label = [one for one in earlier(launches, whole) if not one.dirty], ""
+        said = f"{whole.label} is the first commit of the history: there is no baseline"
     else:
-        group = _named(against, launches)
-        if group is None and not _WHOLE.fullmatch(against.lower()):
-            raise InputError(f"the history holds no launch of {against}: {_held(launches)}")
-        if group is not None and commit_key(group.launches[-1]) == commit_key(last):
-            raise InputError(
-                f"{against} is the newest commit of the history itself, or the one that is judged: name an earlier "
-                "one, judge another with --commit, or compare checkouts with --ab"
-            )
-        before = list(group.launches) if group else []
-        label = group.label if group else ""
-        said = f"the history holds no launch of {against}: check it out and relaymeter track run; {_held(launches)}"
-    base = base_of(before, newest.launches, allowed=allow_mismatch)
-    notes = [*base.mismatch.values(), *base.notes, *([_NO_TIMES] if exact_only else [])]
-    if len(newest.launches) < len(whole.launches):
-        left = len(whole.launches) - len(newest.launches)
-        notes.append(f"launches of {newest.label} with another machine or configuration are left out: {left}")
+        group = other_build(against, whole, launches)
+        before, label = list(group.launches) if group else [], group.label if group else ""
+        said = f"the history holds no launch of {against}: check it out and relaymeter track run; {held_text(launches)}"
+    checks = []
+    for newest in by_setting(whole, before):
+        suite = newest.launches[-1].suite
+        old = [one for one in before if label or one.suite == suite]
+        base = base_of(old, newest.launches, allowed=allow_mismatch)
+        notes = [*base.mismatch.values(), *base.notes, *([_NO_TIMES] if exact_only else [])]
+        found = _judged(newest, base, old, label, notes, said, at_least, window, exact_only)
+        checks.append(found)
+    at = min(range(len(checks)), key=lambda at: _gravity(checks[at]))  # the first of those that are as grave
+    notes = [_beside(one, checks[at]) for one in checks if one is not checks[at]]
+    if whole.dirty and (others := other_sessions(whole, launches)):
+        notes.append(
+            f"{whole.label}: launches of {counted(others, 'other session')} with changed files are left out: "
+            "nothing tells whether the changes are the same"
+        )
+    return replace(checks[at], notes=(*checks[at].notes, *notes))
+
+
+def _gravity(check: Check) -> int:
+    verdicts = {row.verdict for row in check.rows}
+    return next((at for at, verdict in enumerate(_GRAVE) if verdict in verdicts), len(_GRAVE))
+
+
+def _beside(check: Check, shown: Check) -> str:
+    """What to say of a setting of the same commit whose rows are not shown."""
+    one = check.after
+    where = f"suite {check.suite}, machine {one.machine_id}, configuration {one.config_hash}"
+    how = f"--suite {check.suite} shows it" if check.suite != shown.suite else "in a --history of its own it is shown"
+    launches = "1 launch" if one.launches == 1 else f"{one.launches} launches"
+    return f"{launches} of {one.label} in another setting ({where}) are judged apart: {headline(check)}: {how}"
+
+
+def _judged(
+    newest: CommitGroup,
+    base: Base,
+    before: Sequence[LaunchRecord],
+    label: str,
+    notes: list[str],
+    said: str,
+    at_least: float,
+    window: int,
+    exact_only: bool,
+) -> Check:
+    """The verdict upon launches of one setting. ``label``: of the commit that they are held against; empty: all."""
     right, told = _right_ones(base)
     notes += told if before else [said]
     rows = pair_up(right, newest.launches, exact_only=exact_only)
@@ -120,7 +162,7 @@ def check_history(
     wrong = wrong_bits(newest.launches, newest.label)
     found = judged(rows, wrong, level=LATEST_LEVEL, at_least=at_least, hint=_MORE)
     return Check(
-        suite=last.suite,
+        suite=newest.launches[-1].suite,
         kind="history",
         before=side_of(base.times or base.exact or before, label) if before else None,
         after=side_of(newest.launches, newest.label),
@@ -128,42 +170,6 @@ def check_history(
         mismatch=tuple(base.mismatch),
         notes=(*notes, *found.notes),
     )
-
-
-def named_commits(text: str, launches: Sequence[LaunchRecord]) -> list[CommitGroup]:
-    """The commits that ``text`` may mean: the beginning of a revision (with ``-dirty`` at the end: of its changed
-    checkout), or, of launches outside a checkout, the version."""
-    prefix, dirty = text.removesuffix("-dirty").lower(), text.endswith("-dirty")
-    return [
-        group
-        for group in commit_groups(launches)
-        if (group.commit and prefix and group.commit.lower().startswith(prefix) and group.dirty == dirty)
-        or (group.commit is None and text in (group.label, group.launches[-1].version))
-    ]
-
-
-def _named(text: str, launches: Sequence[LaunchRecord]) -> CommitGroup | None:
-    found = named_commits(text, launches)
-    if len(found) > 1:
-        raise InputError(f"{text!r} begins {', '.join(group.label for group in found)}: give more of it")
-    return found[0] if found else None
-
-
-def _held(launches: Sequence[LaunchRecord]) -> str:
-    labels = [group.label for group in commit_groups(launches)]
-    return f"it holds {', '.join(labels[-3:])}" + (f" and {len(labels) - 3} older" if len(labels) > 3 else "")
-
-
-def _last(launches: Sequence[LaunchRecord]) -> CommitGroup:
-    key = commit_key(launches[-1])
-    return next(group for group in commit_groups(launches) if commit_key(group.launches[0]) == key)
-
-
-def _before(launches: Sequence[LaunchRecord], last: LaunchRecord) -> list[LaunchRecord]:
-    """The launches of commits that occur for the first time before that of ``last``."""
-    keys = [commit_key(group.launches[0]) for group in commit_groups(launches)]
-    earlier = set(keys[: keys.index(commit_key(last))])
-    return [launch for launch in launches if commit_key(launch) in earlier]
 
 
 def _right_ones(base: Base) -> tuple[Base, list[str]]:
@@ -185,23 +191,60 @@ def _over_time(
     kept = {at: [one for one in group.launches if one.machine_id in machines] for at, group in enumerate(groups)}
     kept[len(groups) - 1] = list(groups[-1].launches) if machines else []
     wanted = {(one.case, one.metric) for one in rows}
-    timed: dict[tuple[str, str], Both] = {}
+    timed: dict[Key, Both] = {}
     notes = []
     for segments in cut(series_of(kept), at_least=at_least):
         both, said = _newest_of(segments, groups, window)
         timed[both.case, both.metric] = both
         notes += said if (both.case, both.metric) in wanted else []
+    exact = _by_row({at: values_of(group.launches) for at, group in enumerate(groups)})
+    times = _by_row({at: values_of(launches) for at, launches in kept.items()})
+    cases = {case.name for launch in groups[-1].launches for case in launch.cases}
+    dropped: dict[tuple[str, int], list[str]] = {}
     found = []
     for one in rows:
-        if one.exact and not one.refused:
-            held, said = _exact_of(one, groups, window)
-            notes += said
+        key = (one.case, one.metric)
+        held, said = one, []
+        if one.refused:
+            pass
+        elif not one.after and (at := _dropped_at((exact if one.exact else times).get(key, {}), groups, kept, one)):
+            if len(groups) - 1 - at >= window:
+                dropped.setdefault((one.case, at), []).append(one.metric)
+                continue
+            held = replace(one, since=_since(at, groups))
+        elif one.exact:
+            held, said = _exact_of(one, exact.get(key, {}), groups, window)
         else:
-            held = one if one.refused else timed.get((one.case, one.metric), one)
+            held = timed.get(key, one)
+        notes += said
         found.append(held)
+    for (case, at), metrics in dropped.items():
+        if len(groups) - 1 - at <= _NOTED:
+            what = f"{case}: {', '.join(metrics)}" if case in cases else case
+            notes.append(f"{what} is not measured any more {_since(at, groups)}: not this commit's change")
     if len(notes) > _MOST_NOTES:
         notes = [*notes[:_MOST_NOTES], f"and {len(notes) - _MOST_NOTES} more that changed before"]
     return found, notes
+
+
+def _by_row(values: Mapping[int, Mapping[Key, Sequence[float | Value]]]) -> Mapping[Key, Held]:
+    """The values of every row by commit."""
+    found: dict[Key, dict[int, tuple[float | Value, ...]]] = {}
+    for at, rows in values.items():
+        for key, held in rows.items():
+            found.setdefault(key, {})[at] = tuple(held)
+    return found
+
+
+def _dropped_at(
+    held: Held, groups: Sequence[CommitGroup], kept: Mapping[int, Sequence[LaunchRecord]], one: Both
+) -> int | None:
+    """Index of the first commit without a row that the newest one lacks; None where that has it, with no value."""
+    newest = len(groups) - 1
+    if not held or newest in held:
+        return None
+    last = max(held)
+    return next(at for at in range(last + 1, newest + 1) if at == newest or one.exact or kept[at])
 
 
 def _since(index: int, groups: Sequence[CommitGroup]) -> str:
@@ -235,10 +278,17 @@ def _newest_of(segments: Segments, groups: Sequence[CommitGroup], window: int) -
             place -= 1
         if place < last:
             since, p_value = _since(series.indexes[place], groups), None
+    doubt = ""
+    if has_newest and (slow := segments.returns(begin, place, count)):
+        doubt = (
+            f"{slow} of the {counted(place, 'commit')} before were as slow, and the next ones were not: a slow day of "
+            "the machine looks the same: add launches on another day, or compare with --ab"
+        )
     return (
         Both(
             case=series.case,
             metric=series.metric,
+            doubt=doubt,
             before=series.launches(begin, place),
             after=series.launches(place, count) if has_newest else (),
             since=since,
@@ -249,14 +299,10 @@ def _newest_of(segments: Segments, groups: Sequence[CommitGroup], window: int) -
     )
 
 
-def _exact_of(one: Both, groups: Sequence[CommitGroup], window: int) -> tuple[Both, list[str]]:
+def _exact_of(one: Both, values: Held, groups: Sequence[CommitGroup], window: int) -> tuple[Both, list[str]]:
     """An exact metric of the newest commit against its value at the commit before, or before it changed last where
     that was within the window, and a note of an earlier change."""
-    held = [
-        (at, tuple(values))
-        for at, group in enumerate(groups)
-        if (values := values_of(group.launches).get((one.case, one.metric)))
-    ]
+    held = [(at, found) for at, found in values.items() if found]
     if len(held) < 2 or not one.after:
         return one, []
     place = len(held) - 1

@@ -19,15 +19,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import relaymeter
 from relaymeter import __version__
 from relaymeter.calibration.fingerprint import environment_facts, machine_facts
 from relaymeter.errors import EXIT_OK, InputError
 from relaymeter.harness import emit
 from relaymeter.harness.commands_ranks import work_together
+from relaymeter.harness.git import checkout_root, git_says
 from relaymeter.harness.jobs import ClusterConfig, TrackFault, TrackJob
-from relaymeter.harness.launch import WorldHint, already_in_world
-from relaymeter.harness.track.case_plan import refuse_idle_routes
+from relaymeter.harness.launch import WorldHint, already_in_world, visible_gpus
+from relaymeter.harness.track.case_plan import available_bytes, refuse_idle_routes, refuse_too_large
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
 from relaymeter.harness.track.suite import TrackSuite, config_hash
 
@@ -47,13 +47,12 @@ class Checkout:
 
 def checkout(package: Path | None = None) -> Checkout:
     """Revision of the checkout that holds ``package`` (this one), by git; untracked files make it not dirty."""
-    git = _git(package)
-    found = Checkout(None, None, False)
-    if git is None:
+    root, found = checkout_root(package), Checkout(None, None, False)
+    if root is None:
         return found
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        commit, when = _said([*git, "log", "-1", "--format=%H %ct"]).split()
-        dirty = _said([*git, "status", "--porcelain", "--untracked-files=no"])
+        commit, when = git_says(root, "log", "-1", "--format=%H %ct").split()
+        dirty = git_says(root, "status", "--porcelain", "--untracked-files=no")
         found = Checkout(commit, _iso(datetime.fromtimestamp(int(when), timezone.utc)), bool(dirty))
     return found
 
@@ -61,22 +60,11 @@ def checkout(package: Path | None = None) -> Checkout:
 def revision(text: str, package: Path | None = None) -> str | None:
     """The full revision that git means by ``text`` (a branch, ``HEAD~1``, a tag) in the checkout that holds ``package``
     (this one); None where it means none, or there is no checkout."""
-    git = _git(package)
-    if git is not None:
+    root = checkout_root(package)
+    if root is not None:
         with suppress(OSError, subprocess.SubprocessError, ValueError):
-            return _said([*git, "rev-parse", "--verify", "--quiet", "--end-of-options", text + "^{commit}"]) or None
+            return git_says(root, "rev-parse", "--verify", "--quiet", "--end-of-options", text + "^{commit}") or None
     return None
-
-
-def _git(package: Path | None) -> list[str] | None:
-    """How git is called in the checkout that holds ``package``; None where there is no checkout."""
-    root = (Path(relaymeter.__file__) if package is None else package).resolve().parents[2]
-    # why: the folder of a CI job often belongs to another user, which git refuses unless told
-    return ["git", "-c", f"safe.directory={root}", "-C", str(root)] if (root / ".git").exists() else None
-
-
-def _said(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
 
 
 def _iso(when: datetime) -> str:
@@ -96,9 +84,11 @@ def track_machine_id() -> str:
 
 def plan_launches(suite: TrackSuite, out: emit.Output, *, fault: TrackFault | None = None) -> LaunchPlan:
     """Everything that the launches of a suite have in common. Raises InputError before a rank is started: a route
-    without a block to carry, NICs that this machine cannot hold to a rate."""
-    refuse_idle_routes(suite)
+    without a block to carry, more than this machine's memory holds, NICs that it cannot hold to a rate."""
     hint = already_in_world()
+    if hint is None and len(visible_gpus(os.environ)) < suite.world.ranks:  # a GPU has memory of its own
+        refuse_too_large(suite, available_bytes())
+    refuse_idle_routes(suite)
     rate = suite.world.nic_rate_bytes_per_s
     if rate is not None and hint is not None:
         raise InputError(

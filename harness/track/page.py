@@ -262,18 +262,14 @@ def _figure(view: MetricView) -> str:
 
 def _values(case: CaseView) -> str:
     """The medians of all plots as a table, for those who do not see them."""
-    rows: dict[str, list[str]] = {}
-    dates: dict[str, str] = {}
-    for column, view in enumerate(case.metrics):
-        for spot in view.spots:
-            row = rows.setdefault(spot.label, [NONE] * len(case.metrics))
-            dates[spot.label] = spot.date
-            row[column] = value_text(view.metric, spot.median)
     lines = [
-        f"<tr><th scope=row><code>{_text(label)}</code></th><td>{_text(dates[label])}</td>"
-        + "".join(f"<td class=num>{value}</td>" for value in row)
+        f"<tr><th scope=row><code>{_text(row[0].label)}</code></th><td>{_text(row[0].date)}</td>"
+        + "".join(
+            f"<td class=num>{value_text(view.metric, spot.median)}</td>"
+            for view, spot in zip(case.metrics, row, strict=True)
+        )
         + "</tr>"
-        for label, row in reversed(rows.items())
+        for row in reversed(list(zip(*(view.spots for view in case.metrics), strict=True)))
     ]
     names = [_text(view.metric) for view in case.metrics]
     table = _table(["commit", "date", *names], lines, right=names)

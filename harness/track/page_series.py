@@ -6,17 +6,20 @@ times of different ones are never in one plot.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from relaymeter.harness.track.changes import Change, CommitGroup, commit_groups
+from relaymeter.harness.track.changes import Change, CommitGroup, SettingKey, commit_groups, setting_key
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
 
 __all__ = ["CaseView", "ExactChange", "ExactView", "MetricView", "Setting", "Spot", "settings_of"]
 
 Exact = tuple[int | str, ...]
+#: A commit with its index among all of a history.
+Commit = tuple[int, CommitGroup]
+#: The same with what its launches measured of one case.
+Measured = tuple[int, CommitGroup, list[CaseRecord]]
 
 
 @dataclass(frozen=True)
@@ -110,50 +113,45 @@ def settings_of(launches: Sequence[LaunchRecord], changes: Sequence[Change], *, 
     metrics of a setting, so many are kept, the newest.
     """
     groups = commit_groups(launches)
-    keys = dict.fromkeys(_key(launch) for launch in reversed(launches))
-    parts = {key: [(index, _only(group, key)) for index, group in enumerate(groups)] for key in keys}
-    parts = {key: [(index, group) for index, group in part if group.launches] for key, part in parts.items()}
-    owned: dict[tuple[str, str, str], list[Change]] = {key: [] for key in keys}
+    keys = dict.fromkeys(setting_key(launch) for launch in reversed(launches))
+    parts: dict[SettingKey, list[Commit]] = {key: [] for key in keys}
+    for index, group in enumerate(groups):
+        own: dict[SettingKey, list[LaunchRecord]] = {}
+        for launch in group.launches:
+            own.setdefault(setting_key(launch), []).append(launch)
+        for key, kept in own.items():
+            parts[key].append((index, replace(group, launches=tuple(kept))))
+    owned: dict[SettingKey, list[Change]] = {key: [] for key in keys}
     for change in changes:
-        owner = min(parts, key=lambda key: _distance(parts[key], change))
-        if _distance(parts[owner], change) < math.inf:
-            owned[owner].append(change)
+        owned.setdefault(change.setting, []).append(change)
     return [_setting(parts[key], owned[key], most_spots) for key in keys]
 
 
-def _key(launch: LaunchRecord) -> tuple[str, str, str]:
-    return launch.suite, launch.machine_id, launch.config_hash
-
-
-def _only(group: CommitGroup, key: tuple[str, str, str]) -> CommitGroup:
-    kept = tuple(launch for launch in group.launches if _key(launch) == key)
-    return CommitGroup(label=group.label, commit=group.commit, dirty=group.dirty, launches=kept)
-
-
-def _distance(part: Sequence[tuple[int, CommitGroup]], change: Change) -> float:
-    """How far the values of a setting are from those that a change speaks of: a change names a commit, which may have
-    been measured in several settings."""
-    if not part or part[0][0] >= change.index:
-        return math.inf
-    for index, group in part:
-        if index == change.index:
-            values = _medians(group.launches, change.case, change.metric)
-            return abs(math.log(statistics.median(values) / change.after)) if values else math.inf
-    return math.inf
-
-
-def _medians(launches: Iterable[LaunchRecord], case: str, metric: str) -> tuple[float, ...]:
-    found = (one.median(metric) for launch in launches for one in launch.cases if one.name == case and one.ok)
+def _medians(cases: Iterable[CaseRecord], metric: str) -> tuple[float, ...]:
+    found = (case.median(metric) for case in cases if case.ok)
     return tuple(value for value in found if value is not None and value > 0)
 
 
-def _setting(part: Sequence[tuple[int, CommitGroup]], changes: Sequence[Change], most_spots: int) -> Setting:
+def _setting(part: Sequence[Commit], changes: Sequence[Change], most_spots: int) -> Setting:
     every = [launch for _, group in part for launch in group.launches]
     last = every[-1]
     names = dict.fromkeys(case.name for launch in reversed(every) for case in launch.cases)
-    metrics = {name: _timed(every, name) for name in names}
+    cases: dict[str, list[CaseRecord]] = {name: [] for name in names}
+    for case in (case for launch in every for case in launch.cases):
+        cases[case.name].append(case)
+    metrics = {name: _timed(cases[name]) for name in names}
     plots = sum(map(len, metrics.values()))
     kept = part[-max(20, most_spots // max(1, plots)) :]
+    drawn: dict[str, list[Measured]] = {name: [] for name in names}
+    for index, group in kept:
+        own: dict[str, list[CaseRecord]] = {}
+        for case in (case for launch in group.launches for case in launch.cases):
+            own.setdefault(case.name, []).append(case)
+        for name, measured in own.items():
+            drawn[name].append((index, group, measured))
+    found: dict[tuple[str, str], dict[int, Change]] = {}
+    for change in changes:
+        found.setdefault((change.case, change.metric), {})[change.index] = change
     return Setting(
         suite=last.suite,
         machine_id=last.machine_id,
@@ -161,34 +159,30 @@ def _setting(part: Sequence[tuple[int, CommitGroup]], changes: Sequence[Change],
         commits=tuple(_spot(group, (), 0) for _, group in kept),
         launches=len(every),
         last=last,
-        cases=tuple(_case(name, metrics[name], kept, changes) for name in names),
+        cases=tuple(_case(name, metrics[name], drawn[name], found) for name in names),
         left_out=len(part) - len(kept),
     )
 
 
-def _timed(launches: Iterable[LaunchRecord], name: str) -> tuple[str, ...]:
+def _timed(cases: Iterable[CaseRecord]) -> tuple[str, ...]:
     """Timed metrics of a case, the whole move first."""
-    found = dict.fromkeys(metric for case in _cases(launches, name) for metric in case.samples)
+    found = dict.fromkeys(metric for case in cases for metric in case.samples)
     return tuple(sorted(found, key=lambda metric: metric != "move_s"))
 
 
-def _cases(launches: Iterable[LaunchRecord], name: str) -> Iterable[CaseRecord]:
-    return (case for launch in launches for case in launch.cases if case.name == name)
-
-
 def _case(
-    name: str, metrics: Sequence[str], part: Sequence[tuple[int, CommitGroup]], changes: Sequence[Change]
+    name: str,
+    metrics: Sequence[str],
+    groups: Sequence[Measured],
+    changes: Mapping[tuple[str, str], Mapping[int, Change]],
 ) -> CaseView:
-    groups = [(index, group, list(_cases(group.launches, name))) for index, group in part]
-    groups = [(index, group, cases) for index, group, cases in groups if cases]
     wrong = [sum(not case.ok for case in cases) for _, _, cases in groups]
     views = []
     for metric in metrics:
         spots = tuple(
-            _spot(group, _medians(group.launches, name, metric), count)
-            for (_, group, _), count in zip(groups, wrong, strict=True)
+            _spot(group, _medians(cases, metric), count) for (_, group, cases), count in zip(groups, wrong, strict=True)
         )
-        own = {change.index: change for change in changes if (change.case, change.metric) == (name, metric)}
+        own = changes.get((name, metric), {})
         at = [(place, own[index]) for place, (index, _, _) in enumerate(groups) if index in own]
         if any(spot.values for spot in spots):
             views.append(MetricView(metric, spots, tuple(at)))
@@ -196,7 +190,7 @@ def _case(
     return CaseView(name, tuple(views), tuple(_exact(metric, groups) for metric in exact), sum(wrong))
 
 
-def _exact(metric: str, groups: Sequence[tuple[int, CommitGroup, list[CaseRecord]]]) -> ExactView:
+def _exact(metric: str, groups: Sequence[Measured]) -> ExactView:
     now: Exact = ()
     changes = []
     for index, group, cases in groups:

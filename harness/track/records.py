@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
 from relaymeter.errors import InputError
@@ -19,6 +20,10 @@ __all__ = ["HISTORY_SCHEMA_VERSION", "CaseRecord", "LaunchRecord", "Metric", "me
 #: Version of a line of the history. Readers refuse any other.
 HISTORY_SCHEMA_VERSION = 1
 _KIND = "track-launch"
+#: Whole numbers from here on are no count of anything, and no float holds the largest of them.
+_TOO_LARGE = 1 << 63
+#: Samples lie between these, so that every quotient of two is a number.
+_LEAST, _MOST = 1e-100, 1e100
 
 Better = Literal["lower", "higher", "equal"]
 
@@ -58,6 +63,21 @@ def _check_members(entry: Mapping[str, Any], names: set[str], what: str) -> None
         raise InputError(f"{what}: an object was expected")
     if set(entry) != names:
         raise InputError(f"{what}: {', '.join(sorted(map(str, set(entry) ^ names)))} missing or unknown")
+
+
+def _short(value: Any) -> str:
+    """The beginning of a value, for an error; ``repr`` of a whole number of thousands of digits raises."""
+    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
+        return f"a whole number of {value.bit_length()} bits"
+    text = ", ".join(map(_short, value[:5])) if isinstance(value, list) else repr(value)
+    return text if len(text) <= 100 else f"{text[:99]}\u2026"
+
+
+def _is_utc(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).utcoffset() == timedelta(0)
+    except ValueError:
+        return False
 
 
 def metric_of(name: str) -> Metric:
@@ -104,17 +124,21 @@ class CaseRecord:
         if not isinstance(name, str) or not isinstance(exact, dict) or not isinstance(samples, dict):
             raise InputError("case: name is text, exact and samples are objects")
         for metric, value in exact.items():
-            if isinstance(value, bool) or not isinstance(value, (int, str)):
-                raise InputError(f"case {name}: {metric} is {value!r}: a whole number or text was expected")
+            if metric == "digest" and not isinstance(value, str):
+                raise InputError(f"case {name}: {metric} is {_short(value)}: text was expected")
+            if metric != "digest" and (type(value) is not int or not 0 <= value < _TOO_LARGE):
+                raise InputError(f"case {name}: {metric} is {_short(value)}: a whole number below 2^63 was expected")
         for metric, values in samples.items():
             good = isinstance(values, list) and all(
-                isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in values
+                isinstance(value, (int, float)) and not isinstance(value, bool) and _LEAST <= value <= _MOST
+                for value in values
             )
             if not good:
-                raise InputError(f"case {name}: {metric} is {values!r}: a list of numbers above 0 was expected")
+                limits = f"{_LEAST:g} to {_MOST:g}"
+                raise InputError(f"case {name}: {metric} is {_short(values)}: numbers from {limits} were expected")
         for field in ("digest_passed", "digest_total"):
-            if isinstance(entry[field], bool) or not isinstance(entry[field], int):
-                raise InputError(f"case {name}: {field} is {entry[field]!r}: a whole number was expected")
+            if isinstance(entry[field], bool) or not isinstance(entry[field], int) or abs(entry[field]) >= _TOO_LARGE:
+                raise InputError(f"case {name}: {field} is {_short(entry[field])}: a whole number was expected")
         return cls(
             name=name,
             exact=dict(exact),
@@ -180,9 +204,11 @@ class LaunchRecord:
             value = entry[name]
             if not isinstance(value, str) and not (value is None and name.startswith("commit")):
                 raise InputError(f"{name} is {value!r}: text was expected")
+            if name.endswith("utc") and value is not None and not _is_utc(value):
+                raise InputError(f"{name} is {_short(value)}: a time in UTC such as 2026-01-31T12:00:00Z was expected")
         launch, dirty = entry["launch"], entry["dirty"]
-        if isinstance(launch, bool) or not isinstance(launch, int) or launch < 1:
-            raise InputError(f"launch is {launch!r}: a whole number from 1 was expected")
+        if isinstance(launch, bool) or not isinstance(launch, int) or not 1 <= launch < _TOO_LARGE:
+            raise InputError(f"launch is {_short(launch)}: a whole number from 1 was expected")
         if not isinstance(dirty, bool):
             raise InputError(f"dirty is {dirty!r}: true or false was expected")
         if not isinstance(entry["cases"], list):

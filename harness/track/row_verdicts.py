@@ -37,6 +37,8 @@ class Timed:
     finding: Finding
     since: str = ""
     """Of a change in a history: ``since 1a2b3c4d5 (2 commits ago)``."""
+    doubt: str = ""
+    """Why a slow-down of it need not be a change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ def _judge(row: Timed, *, level: float, at_least: float, rows: int, hint: str) -
             f"{counted(fewest, 'launch').replace('launchs', 'launches')} on a side can never decide, {MIN_LAUNCHES} "
             f"are needed: {_change_text(row)} so far: {hint}"
         )
+    if row.doubt and found.p_value < SUSPECT and found.ratio > at_least:
+        return "inconclusive", f"{_whole_text(row)}: {row.doubt}"
     if found.p_value < level and found.beyond(at_least):
         return ("regression" if found.ratio > 1 else "improvement"), _whole_text(row)
     if found.p_value < SUSPECT and found.ratio > at_least:

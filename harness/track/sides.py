@@ -21,6 +21,7 @@ __all__ = [
     "Base",
     "Both",
     "Judged",
+    "Key",
     "base_of",
     "judged",
     "pair_up",
@@ -63,6 +64,8 @@ class Both:
     after: tuple[float | Value, ...]
     since: str = ""
     """Of a change in a history: ``since 1a2b3c4d5 (2 commits ago)``."""
+    doubt: str = ""
+    """Why a slow-down in it need not be a change."""
     spread: Spread | None = None
     """Of the whole series, where more is known than both sides tell."""
     p_value: float | None = None
@@ -202,10 +205,11 @@ def judged(both: Sequence[Both], wrong: dict[str, str], *, level: float, at_leas
     ``wrong``: by case, what to say of bits that did not arrive. ``level``: the corrected two-sided p below which a
     change of a time counts. ``hint``: how to take more launches, for people.
     """
-    rows: dict[Key, Row] = {
-        (case, "digest"): _wrong_row(case, text, [one for one in both if one.case == case and one.exact])
-        for case, text in wrong.items()
-    }
+    exact: dict[str, list[Both]] = {case: [] for case in wrong}
+    for one in both:
+        if one.case in exact and one.exact:
+            exact[one.case].append(one)
+    rows: dict[Key, Row] = {(case, "digest"): _wrong_row(case, text, exact[case]) for case, text in wrong.items()}
     notes = []
     known = any(one.before or one.refused for one in both)
     tested: list[Both] = []
@@ -217,7 +221,8 @@ def judged(both: Sequence[Both], wrong: dict[str, str], *, level: float, at_leas
             values = {"before": _middle(one.before), "after": _middle(one.after), "launches": counts}
             rows[key] = bare_row(*key, "inconclusive", one.refused, **values)  # type: ignore[arg-type]
         elif not one.after:
-            text = "missing on the new side" if one.case not in wrong else "no launch with the right bits"
+            text = f"missing on the new side {one.since}".rstrip()
+            text = text if one.case not in wrong else "no launch with the right bits"
             rows[key] = bare_row(*key, "inconclusive", text, before=_middle(one.before), launches=counts)
         elif not one.before:
             text = "new: there is nothing to hold it against"
@@ -246,14 +251,15 @@ def judged(both: Sequence[Both], wrong: dict[str, str], *, level: float, at_leas
                 launches=(len(one.before), len(one.after)),
                 finding=found,
                 since=one.since,
+                doubt=one.doubt,
             ),
             level=level,
             at_least=at_least,
             rows=len(enough),
             hint=hint,
         )
-    order = [(one.case, one.metric) for one in both]
-    order = [*(key for key in rows if key not in order), *order]
+    order = dict.fromkeys((one.case, one.metric) for one in both)
+    order = dict.fromkeys((*(key for key in rows if key not in order), *order))
     keys = tuple((one.case, one.metric) for one in enough)
     return Judged(tuple(rows[key] for key in order), keys, tuple(findings), tuple(notes))
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from relaymeter.errors import InputError, RelaymeterError
 from relaymeter.harness.config import Config, Count, ModelConfig, Name, NodeChoice, nearest, read_toml
 from relaymeter.harness.models import tensor_parallel_cuts, weight_specs
+from relaymeter.records import read_input
 from relaymeter.relayout.layout import ITEMSIZE, Layout, TensorSpec
 from relaymeter.relayout.placements import Cut, tensor_parallel_layout, zero3_layout, zero12_layout
 from relaymeter.relayout.routes import ROUTES
@@ -44,15 +46,23 @@ __all__ = [
 #: What is timed of every case, where its ``times`` do not name fewer.
 TIMES = ("move_s", "pack_s", "communicate_s", "unpack_s", "plan_s")
 _LEAST_BUCKET = 4096
+#: More than a machine holds: of ranks of a suite, and of bytes of the tensors of a case.
+_MOST_RANKS, _MOST_BYTES = 4096, 2**50
+#: What is told of a file that is wrong in many places.
+_MOST_WRONG = 8
 
 
 def _rate(value: Any) -> Any:
     if value == "none":
         return None
     try:
-        return parse_rate(value) if isinstance(value, str) else value
+        found = parse_rate(value) if isinstance(value, str) else value
     except RelaymeterError as error:
         raise ValueError(f"{error}, or 'none'") from error
+    number = isinstance(found, int | float) and not isinstance(found, bool) and 0 < found < math.inf
+    if found is not None and not number:  # a number is bytes per second, as what ranks are told has it
+        raise ValueError("give 'none', or a rate such as '400mbit'")
+    return found
 
 
 def _size(value: Any) -> Any:
@@ -99,6 +109,20 @@ class WorldConfig(Config):
     whose NICs the kernel holds to it, which needs root."""
     nic_per: Literal["rank", "node"] = "rank"
     """One NIC for each rank, or one shared by the ranks of a node."""
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> WorldConfig:
+        if self.ranks > _MOST_RANKS:
+            raise ValueError(
+                f"nodes {self.nodes} x ranks_per_node {self.ranks_per_node} = {self.ranks} ranks: a suite has at most "
+                f"{_MOST_RANKS}"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.ranks_per_node
 
 
 class TensorConfig(Config):
@@ -197,6 +221,9 @@ class TrackSuite(Config):
         for case in self.cases:
             if case.model is not None and case.model not in self.models:
                 raise ValueError(f"case {case.name}: no model {case.model!r}: {nearest(case.model, self.models)}")
+            held = sum(spec.nbytes for spec in _tensors(case, self)[0].values())
+            if held > _MOST_BYTES:
+                raise ValueError(f"case {case.name}: its tensors have {held} bytes together: at most {_MOST_BYTES}")
             try:
                 ends(case, self, topology)
             except InputError as error:
@@ -216,6 +243,8 @@ def shipped_track_suites() -> tuple[str, ...]:
 
 def suite_path(text: str) -> Path:
     """The file of the shipped suite named ``text``, or ``text`` itself where it names a file. Raises InputError."""
+    if not text:
+        raise InputError("--suite '' names no suite: give a shipped one, or a path ending in .toml")
     if Path(text).suffix == ".toml" or "/" in text:
         return Path(text)
     names = shipped_track_suites()
@@ -225,9 +254,33 @@ def suite_path(text: str) -> Path:
 
 
 def load_suite(text: str) -> TrackSuite:
-    """The shipped suite named ``text``, or the one in the TOML file ``text``. Raises InputError."""
+    """The shipped suite named ``text``, or the one in the TOML file ``text``. Raises InputError, which names all that
+    is wrong in the file."""
     path = suite_path(text)
-    return read_toml(path, TrackSuite, name=path.stem)
+    read_input(path, "suite")  # why: the errors of read_toml call any file a scenario
+    try:
+        return read_toml(path, TrackSuite, name=path.stem)
+    except InputError as error:
+        more = _more_wrong(error.__cause__)
+        raise InputError(f"{error}{more}") from error if more else error.__cause__
+
+
+def _more_wrong(cause: BaseException | None) -> str:
+    """What a file has wrong besides the first, as ``; also wrong: repeats, cases.1.foo``."""
+    found = cause.errors(include_url=False) if isinstance(cause, ValidationError) else []
+    # why: a list whose only entry is wrong counts as empty besides
+    inner = {entry["loc"][:depth] for entry in found for depth in range(len(entry["loc"]))}
+    found = [entry for entry in found if entry["loc"] not in inner]
+    told = next((entry for entry in found if entry["type"] == "extra_forbidden"), found[0] if found else None)
+    places = [
+        ".".join(str(part + 1 if isinstance(part, int) else part) for part in entry["loc"])
+        + (" (unknown)" if entry["type"] == "extra_forbidden" else " (missing)" if entry["type"] == "missing" else "")
+        for entry in found
+        if entry is not told and entry["loc"]
+    ]
+    shown = ", ".join(dict.fromkeys(places[:_MOST_WRONG]))
+    left = len(places) - _MOST_WRONG
+    return f"; also wrong: {shown}" + (f" and {left} more" if left > 0 else "") if places else ""
 
 
 def select_cases(suite: TrackSuite, names: Sequence[str] | None) -> TrackSuite:
@@ -293,7 +346,10 @@ def _tensors(case: CaseConfig, suite: TrackSuite) -> tuple[dict[str, TensorSpec]
 def _layout(
     side: SideConfig, specs: Mapping[str, TensorSpec], cuts: Mapping[str, Cut], topology: Topology, key: str
 ) -> Layout:
-    ranks = [rank for node in _nodes(side.nodes, topology.nodes, key) for rank in topology.ranks_of(node)]
+    homes: dict[int, list[int]] = {}
+    for rank, node in enumerate(topology.node):
+        homes.setdefault(node, []).append(rank)
+    ranks = [rank for node in _nodes(side.nodes, topology.nodes, key) for rank in homes[node]]
     if side.kind == "zero3":
         return zero3_layout(specs, ranks, topology.world_size, name=key)
     if side.kind == "zero12":

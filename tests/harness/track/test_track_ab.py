@@ -17,19 +17,18 @@ from types import SimpleNamespace
 import pytest
 
 from relaymeter.errors import InputError, Undecided
-from relaymeter.harness.track import ab
-from relaymeter.harness.track.ab import (
-    LaunchFailed,
-    LaunchPairs,
-    OutOfTime,
+from relaymeter.harness.track import ab, ab_sides
+from relaymeter.harness.track.ab import LaunchFailed, LaunchPairs, OutOfTime, launch_side, turns
+from relaymeter.harness.track.ab_sides import (
     Side,
-    launch_side,
     other_side,
+    refuse_other_suite,
+    same_code,
     this_side,
-    turns,
     versions_differ,
 )
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
+from relaymeter.harness.track.suite import config_hash, load_suite, select_cases, suite_path
 
 RECORD = LaunchRecord(
     utc="2026-01-02T03:04:05Z", session_id="one", launch=1, machine_id="m", config_hash="c", suite="ci",
@@ -51,7 +50,10 @@ def _stub(folder: Path, main: str, *, version: str = "0.0.9", track: bool = True
 
 
 def _says(folder: Path, text: str, *, code: int = 0, **options: object) -> Path:
-    main = f"import sys\nsys.stdout.write({text!r})\nprint('what went wrong', file=sys.stderr)\nsys.exit({code})\n"
+    main = (
+        "import sys\nprint('not of it')\n"
+        f"open(sys.argv[-1], 'w').write({text!r})\nprint('what went wrong', file=sys.stderr)\nsys.exit({code})\n"
+    )
     return _stub(folder, main, **options)  # type: ignore[arg-type]
 
 
@@ -147,25 +149,23 @@ def test_a_side_s_own_code_is_launched_in_an_empty_folder(tmp_path: Path, monkey
         f"record = json.loads({json.dumps(RECORD.to_dict())!r})\n"
         "seen = [sys.argv[1:], os.getcwd(), os.listdir(), os.environ['PYTHONPATH']]\n"
         "json.dump(seen, open(os.environ['SEEN'], 'w'))\n"
-        "print(json.dumps(record))\n"
+        "json.dump(record, open(sys.argv[-1], 'w'))\n"
     )
     side = other_side(str(_stub(tmp_path / "base", main)))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen.json"))
     assert launch_side(side, ["--suite", "/s.toml"]) == RECORD
     arguments, folder, files, path = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert arguments[:6] == ["track", "run", "--suite", "/s.toml", "--launches", "1"]
-    assert arguments[-2:] == ["--json", "-"]
+    assert arguments[-2] == "--json"
     assert (files, path) == (["log"], str(tmp_path / "base" / "src"))
     assert not Path(folder).exists()
 
 
-@pytest.mark.parametrize("code", [0, 6])
-def test_wrong_bits_of_a_launch_are_a_record_like_any_other(code: int, tmp_path: Path) -> None:
-    text = json.dumps(RECORD.to_dict())
-    assert launch_side(other_side(str(_says(tmp_path, text, code=code))), []) == RECORD
+def test_wrong_bits_of_a_launch_are_a_record_like_any_other(tmp_path: Path) -> None:
+    assert launch_side(other_side(str(_says(tmp_path, json.dumps(RECORD.to_dict()), code=6))), []) == RECORD
 
 
-@pytest.mark.parametrize(("code", "text", "exit_code"), [(7, "", 7), (124, "{}", 124), (0, "", 1), (2, "", 2)])
+@pytest.mark.parametrize(("code", "text", "exit_code"), [(124, "{}", 124), (0, "", 1)])
 def test_a_launch_that_fails_ends_the_comparison_with_its_exit_code_and_words(
     code: int, text: str, exit_code: int, tmp_path: Path
 ) -> None:
@@ -173,15 +173,67 @@ def test_a_launch_that_fails_ends_the_comparison_with_its_exit_code_and_words(
     with pytest.raises(LaunchFailed) as failed:
         launch_side(side, [])
     assert failed.value.exit_code == exit_code
-    assert f"a launch of {tmp_path} ended with exit code {code} and gave no record:\n  what went wrong" in str(
-        failed.value
+    assert (
+        f"a launch of {tmp_path} ended with exit code {code} and gave no record:\n  not of it\n  what went wrong"
+        in str(failed.value)
     )
 
 
-def test_a_base_that_writes_another_schema_cannot_be_compared(tmp_path: Path) -> None:
+def test_a_base_that_writes_another_schema_cannot_be_compared() -> None:
     other = replace(RECORD, schema_version=2).to_dict()
-    with pytest.raises(Undecided, match="writes launches of schema_version 2, this version reads 1"):
-        launch_side(other_side(str(_says(tmp_path, json.dumps(other)))), [])
+    with pytest.raises(Undecided, match="the base writes launches of schema_version 2, this version reads 1"):
+        ab._record(json.dumps(other), _side("the base"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            json.dumps({**RECORD.to_dict(), "new": 1}),
+            "the base wrote a record that this version does not read: launch: new",
+        ),
+        ("{", "the base wrote no record of a launch"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_said_with_its_side(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ab._record(text, _side("the base"))
+
+
+def test_the_same_code_on_both_sides_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = (replace(_side(name), origin=f"/{name}/relaymeter/__init__.py") for name in ("a", "b"))
+    trees: dict[str, str | None] = {"a": "t" * 40, "b": "u" * 40}
+    monkeypatch.setattr(ab_sides, "tree_of", lambda path: trees[path.parts[1]])
+    assert same_code(old, new) is None
+    assert same_code(old, old) == "both sides are the same code, in /a/relaymeter: what differs is noise"
+    assert same_code(old, replace(old, versions={"torch": "2.9"})) is None
+    trees["b"] = trees["a"]
+    assert same_code(old, new) == "both sides are checkouts of the same files (tree ttttttttt): what differs is noise"
+    trees.update(a=None, b=None)
+    assert same_code(old, new) is None
+    assert same_code(_side("a"), _side("a")) is None
+
+
+def test_a_side_that_reads_the_suite_otherwise_is_refused_before_a_launch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = suite_path("ci")
+    own = config_hash(select_cases(load_suite("ci"), ["small-blocks"]), {})
+    monkeypatch.setattr(sys, "argv", ["-c", str(suite), "small-blocks"])
+    exec(ab_sides._SUITE_PROBE, {})
+    assert capsys.readouterr().out == f'\n{ab_sides._MARK}["{own}", ""]\n'
+    answer: list[object] = []
+    monkeypatch.setattr(ab_sides, "_probe", lambda *_: (answer[-1], "said"))
+    for known in ([own, ""], None, 7):  # alike, or not known
+        answer.append(known)
+        refuse_other_suite(_side("old"), suite, [], own, allowed=False)
+    answer.append(["other", ""])
+    refuse_other_suite(_side("old"), suite, [], own, allowed=True)
+    with pytest.raises(Undecided, match="config_hash differs: --ab old reads the suite with other defaults"):
+        refuse_other_suite(_side("old"), suite, [], own, allowed=False)
+    answer.append([None, "unknown key 'x'"])
+    with pytest.raises(InputError, match="--ab old cannot read the suite: unknown key 'x': give a --suite"):
+        refuse_other_suite(_side("old"), suite, [], own, allowed=True)
 
 
 def test_a_base_from_before_track_is_refused_with_its_version(tmp_path: Path) -> None:
@@ -195,12 +247,20 @@ def test_what_is_no_side_is_refused(tmp_path: Path) -> None:
         other_side(str(tmp_path))
     with pytest.raises(InputError, match="is neither the folder of a checkout nor a python executable"):
         other_side(str(tmp_path / "none"))
+    with pytest.raises(InputError, match="--ab '' names nothing"):
+        other_side("")
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho no python here >&2\nexit 3\n", encoding="utf-8")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(InputError, match="is no python that imports relaymeter: no python here"):
         other_side(str(script))
-    script.write_text("#!/bin/sh\necho '[null, null, null, null]'\n", encoding="utf-8")
+    script.write_text("#!/bin/sh\nprintf '\\377\\n'\n", encoding="utf-8")
+    with pytest.raises(InputError, match=f"--ab {script} is no python that imports relaymeter: nothing on standard"):
+        other_side(str(script))
+    script.write_text(
+        "#!/bin/sh\nprintf '\\377'\necho\necho 'relaymeter-probe: [null, null, null, null]'\necho bye\n",
+        encoding="utf-8",
+    )
     with pytest.raises(InputError, match="relaymeter is not installed there"):
         other_side(str(script))
 
@@ -226,7 +286,8 @@ def test_a_launch_ends_with_the_command_that_started_it(number: signal.Signals, 
     seen = tmp_path / "seen"
     # a shell's background job ignores SIGINT
     heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    script = f"{heard}from relaymeter.harness.track.ab import *\nlaunch_side(other_side({str(base)!r}), [])\n"
+    modules = "from relaymeter.harness.track.ab import *\nfrom relaymeter.harness.track.ab_sides import *\n"
+    script = f"{heard}{modules}launch_side(other_side({str(base)!r}), [])\n"
     command = subprocess.Popen(
         [sys.executable, "-c", script], env={**os.environ, "SEEN": str(seen)}, cwd=tmp_path, stderr=subprocess.DEVNULL
     )

@@ -82,12 +82,28 @@ def test_machines_configurations_and_suites_are_held_apart() -> None:
         assert change_points(mixed) == []
 
 
+def test_a_change_says_on_which_machine_it_is() -> None:
+    slower = commit_launches([0.01] * 4 + [0.013] * 4)
+    steady = [replace(one, machine_id="steady") for one in commit_launches([0.013] * 8)]
+    (change,) = change_points([one for pair in zip(slower, steady, strict=True) for one in pair])
+    assert change.setting == ("ci", "machine-1", "config-1")
+
+
+def test_a_newest_commit_that_is_slow_as_single_days_before_were_is_no_change() -> None:
+    days = [0.01] * 6 + [0.012] + [0.01] * 6 + [0.012] + [0.01] * 4
+    assert 18 not in where(change_points(commit_launches([*days, 0.012])))
+    assert 18 in where(change_points(commit_launches([*days, 0.013])))
+
+
 def test_dirty_launches_stand_apart_and_are_no_part_of_a_series() -> None:
     history = commit_launches([0.01] * 6)
     dirty = [replace(one, commit="05" * 20, dirty=True) for one in side(0.02)]
     groups = commit_groups([*history, *dirty])
     assert [group.label for group in groups[-2:]] == ["050505050", "050505050-dirty"]
     assert change_points([*history, *dirty]) == []
+    again = [replace(one, session_id="later") for one in dirty]
+    groups = commit_groups([*history, *dirty, *again])
+    assert [(group.label, len(group.launches)) for group in groups[-2:]] == [("050505050-dirty", 5)] * 2
 
 
 def test_a_commit_measured_again_later_stays_in_its_place() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from track_launches import side
+from track_launches import case, launch, side
 
+from relaymeter.errors import InputError
 from relaymeter.harness.cli import main
 from relaymeter.harness.signals import EndingSignal
-from relaymeter.harness.track import ab, history, judge, launches
+from relaymeter.harness.track import ab, ab_sides, history, judge, launches
 from relaymeter.harness.track.records import LaunchRecord
+from relaymeter.harness.track.suite import suite_path
+from relaymeter.harness.track.targets import check_history, check_summary
+from relaymeter.harness.track.wrong_base import right_ones, told
 
 
 def _kept(path: Path, *sides: Sequence[LaunchRecord]) -> str:
@@ -107,7 +112,7 @@ def _launched(monkeypatch: pytest.MonkeyPatch, stop: Callable[[int], None], afte
     """Launches made by hand from now on; ``stop`` is called before each with how many there were."""
     asked: list[Any] = []
 
-    def launch(side: ab.Side, options: Sequence[str]) -> LaunchRecord:
+    def launch(side: ab_sides.Side, options: Sequence[str]) -> LaunchRecord:
         stop(len(asked))
         asked.append((side.label, list(options), Path(options[1]).read_text(encoding="utf-8")))
         mine = sum(label == side.label for label, *_ in asked)
@@ -146,7 +151,11 @@ def test_what_was_measured_before_an_a_b_was_ended_is_reported(
     assert document["exit_code"] == code
     assert (document["before"]["launches"], document["after"]["launches"]) == (3, 4)
     assert "judged by 3 and 4 launches of 5 a side" in document["notes"][0]
-    assert "ended early" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "ended early" in said.out
+    name = {130: "SIGINT", 143: "SIGTERM"}.get(code)
+    line = f"relaymeter: interrupted by {name}: 3 launches before and 4 after were measured\n"
+    assert name is None or line in said.err
     assert Path("j").stat().st_size
     _launched(monkeypatch, _raises(1, error))
     assert main(["track", "check", "--ab", base, "--json", "d.json"]) == code
@@ -197,12 +206,118 @@ def test_another_torch_is_compared_and_both_are_said(
 ) -> None:
     from relaymeter.harness import commands_track_ab
 
-    monkeypatch.setattr(commands_track_ab, "other_side", lambda text: ab.Side(text, "python", None, {"torch": "2.9"}))
-    monkeypatch.setattr(commands_track_ab, "this_side", lambda: ab.Side("this", "python", None, {"torch": "2.10"}))
+    monkeypatch.setattr(
+        commands_track_ab, "other_side", lambda text: ab_sides.Side(text, "python", None, {"torch": "2.9"})
+    )
+    monkeypatch.setattr(
+        commands_track_ab, "this_side", lambda: ab_sides.Side("this", "python", None, {"torch": "2.10"})
+    )
 
-    def launch(side: ab.Side, _: Sequence[str]) -> LaunchRecord:
+    def launch(side: ab_sides.Side, _: Sequence[str]) -> LaunchRecord:
         return replace(_side("a", 1.0)[0], machine_id=side.versions["torch"])
 
     monkeypatch.setattr(ab, "launch_side", launch)
     assert main(["track", "check", "--ab", "venv/bin/python", "--launches", "5", "--json", "-"]) == 0
     assert "torch 2.9 before, 2.10 after" in json.loads(capsys.readouterr().out)["notes"]
+
+
+def _flawed(passed: Sequence[int], commit: str = "a") -> list[LaunchRecord]:
+    """Launches of two cases, of which one had so many of 8 digests right."""
+    return [
+        replace(one, cases=(replace(one.cases[0], digest_passed=right), case("k2", samples={})))
+        for one, right in zip(_side(commit, 1.0), passed, strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "codes", "said"),
+    [
+        ([8] * 6, [8] * 6, (0, 0), ""),
+        (
+            [8, 7, 8, 8, 8, 8],
+            [8] * 6,
+            (0, 0),
+            "7 of 8 digests matched in 1 of 6 launches of the base: those launches do",
+        ),
+        ([0] * 6, [8] * 6, (4, 0), "0 of 8 digests matched in 6 of 6 launches of the base: nothing of it counts"),
+        ([0] * 6, [8, 8, 8, 7, 8, 8], (6, 6), "nothing of it counts"),
+        ([8] * 6, [8, 8, 8, 7, 8, 8], (6, 6), ""),
+    ],
+    ids=["right", "once wrong", "always wrong", "both wrong", "change wrong"],
+)
+@pytest.mark.parametrize("alone", [False, True], ids=["two cases", "one case"])
+def test_wrong_bits_of_the_base_are_told_and_the_change_is_judged(
+    before: list[int], after: list[int], codes: tuple[int, int], said: str, alone: bool
+) -> None:
+    sides = [_flawed(before), _flawed(after, "b")]
+    if alone:
+        sides = [[replace(one, cases=one.cases[:1]) for one in launches] for launches in sides]
+    found = told(judge.check_ab(right_ones(sides[0]), sides[1], labels=("base", "this")), sides[0])
+    assert tuple(found.exit_code(warn_only=True, undecided_ok=ok) for ok in (False, True)) == codes
+    assert [note.startswith("WRONG BITS ON THE BASE: tp2: ") for note in found.notes] == [True] * bool(said)
+    assert said in "".join(found.notes)
+    assert judge.next_launches(right_ones(sides[0]), sides[1], 5) == 0
+
+
+def test_a_change_that_mends_wrong_bits_passes_its_own_gate(
+    base: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(one: ab_sides.Side, _: Sequence[str]) -> LaunchRecord:
+        return _flawed([0 if one.label == "base" else 8], "a" if one.label == "base" else "b")[0]
+
+    monkeypatch.setattr(ab, "launch_side", made)
+    assert main(["track", "check", "--ab", base, "--exact-only", "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["notes"][0].startswith("WRONG BITS ON THE BASE: tp2: 0 of 8")
+    assert document["counts"] == {"ok": 4}
+
+
+def test_reports_of_a_history_hold_the_judged_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = [replace(one, machine_id="other") for one in _side("c", 9.0)]
+    mine = [replace(one, suite="own", config_hash="own") for one in _side("b", 9.0)]
+    path = _kept(tmp_path / "h.jsonl", _side("a", 1.0), _side("b", 1.0), mine[:3], other)
+    asked = ["track", "check", "--history", path, "--against", "history", "--commit", "b" * 40]
+    assert main([*asked, "--hud", "h", "--otava", "o"]) == 0
+    values = [record["metric"]["benchmark_values"] for record in json.loads(Path("h").read_text(encoding="utf-8"))]
+    assert {len(found) for found in values} == {12}
+    assert max(values[0]) < 2e6, "microseconds of the judged ones"
+    lines = Path("o").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 25, "those of the judged suite, machine and configuration"
+
+
+def test_a_suite_is_found_in_a_history_by_the_name_that_its_file_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = 'name = "inner"\n' + suite_path("ci").read_text(encoding="utf-8")
+    Path("outer.toml").write_text(text, encoding="utf-8")
+    path = _kept(tmp_path / "h.jsonl", [replace(launch(), suite="inner")])
+    asked = ["track", "check", "--history", path, "--against", "history", "--suite"]
+    for named, said in (
+        ("outer.toml", "first commit"),
+        ("inner", "first commit"),
+        ("outer", "no launch of suite outer"),
+    ):
+        assert main([*asked, named]) == 5
+        assert said in "".join(capsys.readouterr())
+    before = Path("outer.toml").read_bytes()
+    assert main([*asked, "outer.toml", "--junit", "outer.toml", "--force"]) == 2
+    assert Path("outer.toml").read_bytes() == before
+
+
+def test_what_could_not_be_added_to_is_refused_before_a_launch(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    bad = {"file/h": "is no folder", "folder": "it is a folder", "pipe": ""}
+    for name, said in bad.items():
+        with pytest.raises(InputError, match=f"cannot write history .*{said}.*: name another with --history"):
+            check_history(tmp_path / name)
+    for name, said in {**bad, "file/h": "there is no folder", "none/s": "there is no folder"}.items():
+        with pytest.raises(InputError, match=f"--github cannot add to .*{said}.*: set it to a file, or leave --github"):
+            check_summary(str(tmp_path / name))
+    for name in ("new/deep/h", "file", "new"):
+        check_history(tmp_path / name)
+    check_summary(str(tmp_path / "new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "pipe"]

@@ -18,6 +18,7 @@ from relaymeter.harness.track.evidence import (
     holm,
     moderate,
     noise,
+    returns,
     shift_interval,
     spread_of,
 )
@@ -171,3 +172,26 @@ def test_the_exact_interval_holds_its_promise_over_every_split_of_ten_values() -
         low, high = shift_interval(old.tolist(), new.tolist()) or (0, 0)
         missed += not low <= 1 <= high
     assert missed / math.comb(10, 5) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("levels", "after", "found"),
+    [
+        ([10, 12, 10, 10, 12, 12, 10], 12, 3),
+        ([10, 12, 10, 10, 12, 12, 12, 12, 10], 12, 1),  # four are a level
+        ([12, 10, 10], 12, 0),  # nobody saw it begin
+        ([10, 10, 12], 12, 0),  # it has not come back
+        ([10, 10.4, 10, 12, 10], 13, 0),  # less slow, and no more than chance
+        ([10, 12, 10], 9, 0),  # faster is no alarm
+        ([], 12, 0),
+    ],
+)
+def test_days_as_slow_as_the_newest_count_where_they_were_few_and_came_back(
+    levels: list[float], after: float, found: int
+) -> None:
+    groups = [[level] * 5 for level in levels]
+    base = [10.0] * 5 if levels else []
+    assert returns(groups, base, [after] * 5, 0.02**2, 20) == found
+    turned = [[1 / level] * 5 for level in levels]
+    rates = returns(turned, [1 / value for value in base], [1 / after] * 5, 0.02**2, 20, higher_is_better=True)
+    assert rates == found

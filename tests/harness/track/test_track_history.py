@@ -147,6 +147,17 @@ def test_a_strict_parser_accepts_every_line_whatever_the_names(tmp_path: Path) -
         ("0.01", "NaN", r"line 2: .*NaN is no finite number"),
         ('"suite": "ci"', '"suite": "ci",', r"line 2: not valid JSON at column"),
         ('"schema_version": 1, ', "", r"line 2: schema_version None"),
+        ('"messages": 12', f'"messages": 1{"0" * 400}', "line 2: case tp2: messages is a whole number of 1329 bits"),
+        ('"messages": 12', '"messages": -1', "line 2: case tp2: messages is -1: a whole number below"),
+        ('"messages": 12', '"messages": "12"', "line 2: case tp2: messages is '12': a whole number"),
+        ('"digest": "ab12"', '"digest": 5', "line 2: case tp2: digest is 5: text was"),
+        ("0.01", f"1{'0' * 400}", "line 2: case tp2: move_s is a whole number of 1329 bits"),
+        ("0.01", "1e300", "line 2: case tp2: move_s is 1e.300: numbers from 1e-100 to 1e.100"),
+        ('"digest_total": 8', f'"digest_total": 1{"0" * 400}', "line 2: case tp2: digest_total is a whole number of"),
+        ('"launch": 2', f'"launch": 1{"0" * 400}', "line 2: launch is a whole number of"),
+        ('"2026-01-01T00:00:00Z"', '"yesterday"', "line 2: utc is 'yesterday': a time in UTC such as 2026-01"),
+        ('"2026-01-01T00:00:00Z"', '"2026-01-01T00:00:00+02:00"', "line 2: utc is '2026"),
+        ('"commit_utc": null', '"commit_utc": "2026-13-01T00:00:00Z"', "line 2: commit_utc is '2026-13"),
     ],
 )
 def test_a_bad_line_or_a_renamed_key_is_named_with_file_and_line(
@@ -173,6 +184,17 @@ def test_an_empty_line_and_bytes_that_are_no_text_are_refused(tmp_path: Path) ->
     path.write_bytes(whole + b"\xff\n")
     with pytest.raises(InputError, match="line 2: not UTF-8"):
         read(path)
+
+
+def test_the_mark_that_an_editor_writes_before_the_first_line_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "track.jsonl"
+    append(path, [launch()])
+    for whole in (path.read_bytes(), path.read_bytes()[:-1]):
+        path.write_bytes(b"\xef\xbb\xbf" + whole)
+        assert read(path) == ([launch()], [])
+        append(path, [launch(number=2)])
+        assert read(path)[0] == [launch(), launch(number=2)]
+        path.write_bytes(whole)
 
 
 def test_another_schema_version_is_refused_by_both_and_names_both(tmp_path: Path) -> None:

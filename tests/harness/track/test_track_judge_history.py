@@ -10,9 +10,11 @@ import pytest
 from track_launches import STEADY, case, commit_launches, launch, side
 
 from relaymeter.errors import InputError, NothingMeasured
+from relaymeter.harness.track import judge_history
 from relaymeter.harness.track.changes import change_points
 from relaymeter.harness.track.judge import check_history
 from relaymeter.harness.track.records import LaunchRecord
+from relaymeter.harness.track.sides import values_of
 from relaymeter.harness.track.verdicts import Check, Row
 
 
@@ -144,6 +146,111 @@ def test_dirty_launches_are_kept_apart_from_the_commit_they_began_from() -> None
     assert (row(again).verdict, row(again).launches_before) == ("ok", 10)
     named = check_history([*history, *dirty, *later], against="0101-dirty")
     assert row(named).verdict == "improvement"
+
+
+def test_sessions_of_a_changed_checkout_are_builds_of_their_own_and_of_one_name() -> None:
+    history = commit_launches([0.01, 0.01])
+    changed = [replace(one, commit="01" * 20, dirty=True) for one in side(0.01, 15)]
+    slow = [replace(one, commit="01" * 20, dirty=True, session_id="later") for one in side(0.014)]
+    check = check_history([*history, *changed, *slow], against="history")
+    assert (row(check).verdict, row(check).launches_after, row(check).launches_before) == ("regression", 5, 10)
+    assert (check.after.label, check.after.dirty) == ("010101010-dirty", True)
+    assert check.notes == (
+        "010101010-dirty: launches of 1 other session with changed files are left out: nothing tells whether the "
+        "changes are the same",
+    )
+    named = check_history([*history, *changed, *slow, *history[:5]], against="0101", commit="0101-dirty")
+    assert (row(named).verdict, row(named).launches_after) == ("regression", 5), "the newest session"
+    between = check_history([*history, *changed, *slow], against="0101-dirty")
+    assert (row(between).verdict, row(between).launches_before) == ("regression", 15), "the session before"
+    with pytest.raises(InputError, match="is the newest commit of the history itself"):
+        check_history([*history, *slow], against="0101-dirty")
+
+
+def dropping(metrics: Sequence[str], dropped: int, commits: int) -> list[LaunchRecord]:
+    """A history in which ``metrics`` (of a case ``old`` ``case``) are not measured any more from a commit on."""
+    found = []
+    for at in range(commits):
+        cases = [case(exact={"digest": "ab12"}, samples={"move_s": [0.01]} if at >= dropped else
+                      {"move_s": [0.01], **({"pack_s": [0.01]} if "pack_s" in metrics else {})})]  # fmt: skip
+        if at < dropped and "case" in metrics:
+            cases.append(case("old"))
+        found += [launch(*cases, commit=f"{at:x}", number=number) for number in range(1, 6)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("metrics", "rows", "what"), [(["pack_s"], 1, "tp2: pack_s"), (["case"], 3, "old")], ids=["metric", "case"]
+)
+def test_what_is_not_measured_any_more_is_undecided_at_its_commit_and_a_note_after_it(
+    metrics: Sequence[str], rows: int, what: str
+) -> None:
+    check = check_history(dropping(metrics, 2, 3), against="history")
+    missing = [one.text for one in check.rows if one.verdict == "inconclusive"]
+    assert missing == ["missing on the new side since 222222222"] * rows
+    assert check.exit_code(warn_only=False) == 4
+    later = dropping(metrics, 2, 5)
+    check = check_history(later, against="history")
+    assert (check.exit_code(warn_only=False), len(check.rows)) == (0, 2)
+    assert check.notes == (
+        f"{what} is not measured any more since 222222222 (2 commits ago): not this commit's change",
+    )
+    within = check_history(later, against="history", window=3)
+    assert within.exit_code(warn_only=False) == 4
+    assert {one.text for one in within.rows if one.verdict == "inconclusive"} == {
+        "missing on the new side since 222222222 (2 commits ago)"
+    }
+    assert check_history(dropping(metrics, 2, 14), against="history").notes == ()
+    assert check_history(later, against="1" * 40).exit_code(warn_only=False) == 4, "against the commit that had it"
+
+
+@pytest.mark.parametrize("field", ["config_hash", "suite", "machine_id"])
+def test_a_launch_in_another_setting_does_not_hide_what_the_commit_did_in_the_usual_one(field: str) -> None:
+    history = commit_launches([0.01, 0.01, 0.014])
+    stray = replace(history[-1], **{field: "odd"})  # type: ignore[arg-type]
+    check = check_history([*history, stray], against="history")
+    assert (row(check).verdict, row(check).launches_before, row(check).launches_after) == ("regression", 10, 5)
+    assert check.notes[0].startswith("1 launch of 020202020 in another setting (suite ")
+    assert ("--suite odd shows it" in check.notes[0]) == (field == "suite")
+    steady = commit_launches([0.01] * 3)
+    both = [*steady, *(replace(one, **{field: "odd"}) for one in history[5:])]  # type: ignore[arg-type]
+    check = check_history(both, against="history")
+    assert (row(check).verdict, row(check).launches_before) == ("regression", 5), "of the one with fewer commits"
+    assert "judged apart: ok: 3 rows" in check.notes[-1]
+
+
+def test_a_commit_that_is_slow_as_single_days_before_were_is_undecided() -> None:
+    days = [0.01] * 6 + [0.012] + [0.01] * 6 + [0.012] + [0.01] * 4
+    found = row(newest([*days, 0.012]))
+    assert found.verdict == "inconclusive"
+    assert "2 of the 18 commits before were as slow, and the next ones were not" in found.text
+    assert row(newest(days)).verdict == "ok"
+    assert row(newest([*days, 0.013])).verdict == "regression", "slower than those days"
+    assert row(newest([*days, 0.012, 0.012], window=5)).verdict == "inconclusive"
+    level = [0.012] * 8 + [0.01] * 8
+    assert row(newest([*level, 0.012])).verdict == "regression", "a level that lasted, and was mended, is no day"
+
+
+def test_slow_days_of_the_machine_raise_no_alarm() -> None:
+    rng = np.random.default_rng(7)
+    days = np.where(rng.random((12, 30)) < 0.25, 0.012, 0.01) * np.exp(rng.normal(size=(12, 30)) * 0.01)
+    days[:, -1] = 0.012
+    assert [newest(list(map(float, bases))).exit_code(warn_only=False) for bases in days].count(3) == 0
+
+
+def test_the_work_of_a_check_does_not_grow_with_the_square_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counting(launches: Sequence[LaunchRecord]) -> dict[tuple[str, str], list[float | int | str]]:
+        calls.append(len(launches))
+        return values_of(launches)
+
+    monkeypatch.setattr(judge_history, "values_of", counting)
+    for rows in (1, 20):
+        check_history(
+            [launch(*(case(f"c{at}") for at in range(rows)), commit=name) for name in "abc"], against="history"
+        )
+    assert len(calls[: len(calls) // 2]) == len(calls[len(calls) // 2 :]) == 6
 
 
 def test_the_judged_commit_is_that_of_the_last_launch_or_the_one_that_is_named() -> None:

@@ -286,6 +286,15 @@ def test_the_summary_stays_below_900_kib_with_the_worst_rows_first() -> None:
     assert "left out" not in github.step_summary(CHECK)
 
 
+@pytest.mark.parametrize("held", [1, 600 * 1024, 1_030_000, 1_043_400, 2**20])
+def test_the_summary_leaves_room_for_what_its_file_holds_already(held: int) -> None:
+    text = github.step_summary(replace(many(6000), mismatch=("machine_id",), notes=("n" * 3000,) * 20), held=held)
+    assert held + len(text.encode()) < max(2**20, held + 1)
+    assert ("regression: 30 of 6030 rows" in text) == ("MISMATCH" in text) == ("rows left out" in text) == bool(text)
+    assert bool(text) == (held < 1_043_400)
+    assert not text or text.startswith("\n\n### "), "on a line of its own"
+
+
 def test_one_huge_text_does_not_fill_the_summary() -> None:
     huge = replace(CHECK, rows=(replace(SLOWER, text="x" * 10**6, case="y" * 10**6),), notes=("z" * 10**6,) * 100)
     assert len(github.step_summary(huge)) < 30_000 and len(markdown.comment(huge)) < 30_000
@@ -299,6 +308,8 @@ def test_annotations_are_at_most_ten_and_the_last_counts_the_others() -> None:
     assert found[-1] == "::error title=21 more::21 regression: see the step summary"
     assert [line.split(" ")[0] for line in github.annotations(CHECK)] == ["::error", "::error", "::warning"]
     assert github.annotations(replace(CHECK, rows=(ROW, EXACT))) == []
+    (told,) = github.annotations(replace(CHECK, rows=(ROW,), mismatch=("machine_id",)))
+    assert told.startswith("::notice title=mismatch::MISMATCH in machine_id: ")
     assert len(github.annotations(replace(CHECK, rows=(SLOWER,) * 10))) == 10
 
 
@@ -397,6 +408,10 @@ def test_otava_gets_a_line_for_each_whole_launch_of_the_newest_setting() -> None
     assert header[5:] == ["weights/move_s", "weights/moved_bytes_per_s", "weights/bytes_total"]
     assert [line[0][-3:] for line in lines] == ["01Z", "04Z", "05Z"]
     assert all(math.isfinite(float(value)) for line in lines for value in line[5:])
+    assert [line[0][-3:] for line in csv.reader(io.StringIO(exports.otava_csv(launches, launches[1])))][1:] == ["00Z"]
+    stamped = list(csv.reader(io.StringIO(exports.otava_csv(launches, mismatch=("machine_id", "suite")))))
+    assert [line[5] for line in stamped] == ["mismatch", *["machine_id suite"] * 3]
+    assert [line[:5] + line[6:] for line in stamped] == [header, *lines]
     config = exports.otava_config(launches, "track.csv")
     assert '"weights/moved_bytes_per_s":' in config and config.count("direction: -1") == 2
     assert exports.otava_csv([]) == "time,commit,version,session,launch\n"

@@ -43,7 +43,8 @@ def launch(commit: int, number: int = 0, *, move_s: float = 0.01, ok: bool = Tru
 def change(index: int, *, before: float = 0.01, after: float = 0.0134, metric: str = "move_s") -> Change:
     commit = f"{index:040x}"
     return Change(
-        case="weights", metric=metric, index=index, commit=commit, label=commit[:9], before=before, after=after,
+        setting=("ci", "m1", "c1"), case="weights", metric=metric,
+        index=index, commit=commit, label=commit[:9], before=before, after=after,
         ratio=after / before, p_value=1e-6,
     )  # fmt: skip
 
@@ -162,7 +163,8 @@ def test_launches_with_wrong_bits_are_marked_and_their_times_not_drawn() -> None
 
 def test_settings_are_not_mixed_and_a_change_is_drawn_in_its_own() -> None:
     other = [launch(commit, number, move_s=0.5, machine="m0") for commit in range(3) for number in range(5)]
-    found = settings_of([*other, *history()], [change(4), replace(change(2), before=0.4, after=0.5)], most_spots=1000)
+    slower = replace(change(2), setting=("ci", "m0", "c1"))
+    found = settings_of([*other, *history()], [change(4), slower], most_spots=1000)
     assert [setting.machine_id for setting in found] == ["m1", "m0"]
     for setting, at in zip(found, (4, 2), strict=True):
         assert [place for place, _ in setting.cases[0].metrics[0].changes] == [at]

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 from exact_metrics import committed, exact_of
 
+import relaymeter
 from relaymeter.harness import emit
+from relaymeter.harness.git import tree_of
+from relaymeter.harness.results import make_stamp
 from relaymeter.harness.track import launches
 from relaymeter.harness.track.launches import checkout, plan_launches, revision
 from relaymeter.harness.track.records import LaunchRecord
@@ -148,7 +151,9 @@ def test_the_machine_s_id_outlives_a_new_version_of_this_package(monkeypatch: py
     assert launches.track_machine_id() != known
 
 
-def test_the_revision_is_that_of_the_checkout_that_holds_the_package(tmp_path: Path) -> None:
+def test_the_revision_is_that_of_the_checkout_that_holds_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def git(*arguments: str) -> str:
         about = ("-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false")
         command = ["git", "-C", str(tmp_path), *about, *arguments]
@@ -168,7 +173,13 @@ def test_the_revision_is_that_of_the_checkout_that_holds_the_package(tmp_path: P
     assert (found.commit, found.dirty) == (git("rev-parse", "HEAD"), False)
     assert found.commit_utc is not None
     assert found.commit_utc.endswith("Z")
+    whole = git("rev-parse", "HEAD^{tree}")
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))  # as a hook of another repository has them
+    assert (checkout(package), revision("HEAD", package), tree_of(package)) == (found, found.commit, whole)
+    monkeypatch.setattr(relaymeter, "__file__", str(package))
+    assert make_stamp("m", shaped=False).commit == str(found.commit)[:10]
     (tmp_path / "new").write_text("", encoding="utf-8")
     assert checkout(package) == found, "untracked files change nothing that runs"
     package.write_text("x = 1\n", encoding="utf-8")
-    assert checkout(package).dirty
+    assert (checkout(package).dirty, tree_of(package)) == (True, None)

@@ -13,7 +13,7 @@ from relaymeter.errors import InputError
 from relaymeter.harness.config import check
 from relaymeter.harness.jobs import TrackJob, dump, job_of
 from relaymeter.harness.moves import default_executor
-from relaymeter.harness.track.case_plan import refuse_idle_routes, schedule
+from relaymeter.harness.track.case_plan import available_bytes, refuse_idle_routes, refuse_too_large, schedule
 from relaymeter.harness.track.suite import (
     TrackSuite,
     config_hash,
@@ -91,6 +91,17 @@ def test_the_committed_exact_metrics_are_those_of_the_schedules() -> None:
         ),
         ({"world": {"nodes": 1}}, "case a: to: the second-half of 1 node is 0 nodes: give at least 2 nodes"),
         ({"world": {"nic": "fast"}}, "'fast' is not a network rate"),
+        ({"world": {"nic": 0}}, "give 'none', or a rate such as '400mbit'"),
+        ({"world": {"nic": True}}, "give 'none', or a rate such as '400mbit'"),
+        ({"world": {"nic": float("nan")}}, "give 'none', or a rate such as '400mbit'"),
+        (
+            {"world": {"nodes": 10**9}},
+            "nodes 1000000000 x ranks_per_node 2 = 2000000000 ranks: a suite has at most 4096",
+        ),
+        (
+            {"cases": [{**CASE, "tensors": [{"shape": [2**40, 2**40], "count": 2}]}]},
+            f"case a: its tensors have {2**82} bytes together: at most {2**50}",
+        ),
     ],
 )
 def test_a_suite_that_says_nonsense_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
@@ -98,6 +109,48 @@ def test_a_suite_that_says_nonsense_is_refused_in_one_line(changes: dict[str, An
         _suite(**changes)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_suite_that_this_machine_does_not_hold_is_refused_with_the_numbers() -> None:
+    cases = [CASE, {**CASE, "name": "b", "tensors": [{"shape": [2**20, 2**20], "count": 2}]}]
+    suite, held = _suite(cases=cases), 2**42 * (1 + 2 * 2)  # a source, and two copies that arrive and are kept
+    for room in (None, held + 10**9):
+        refuse_too_large(suite, room)
+    with pytest.raises(
+        InputError, match=f"suite s, case b: its ranks hold {held} bytes .* and this machine has 600000000"
+    ):
+        refuse_too_large(suite, 10**9)
+    with pytest.raises(
+        InputError, match=r"suite s: 4 ranks need 400 MB before they hold a tensor, .* give \[world\] fewer"
+    ):
+        refuse_too_large(suite, 10**8)
+    assert (available_bytes() or 1) > 0
+
+
+def test_all_that_is_wrong_in_a_suite_is_told_at_once(tmp_path: Path) -> None:
+    text = suite_path("ci").read_text(encoding="utf-8")
+    file = tmp_path / "s.toml"
+    file.write_text("repeat = 1\nwarmup = 2\n" + text.replace('route = "relay"', 'route = "relais"'), encoding="utf-8")
+    with pytest.raises(InputError) as refused:
+        load_suite(str(file))
+    assert "unknown key 'repeat': did you mean 'repeats'?" in str(refused.value)
+    assert re.search(r"; also wrong: cases\.\d\.route, warmup \(unknown\)$", str(refused.value))
+    (tmp_path / "one.toml").write_text(
+        '[[cases]]\nname = "a"\nfoo = 1\ntensors = [{ shape = [8] }]\nfrom = { kind = "zero3", nodes = "all" }\n'
+        'to = { kind = "zero3", nodes = "all" }\n',
+        encoding="utf-8",
+    )
+    with pytest.raises(InputError, match=r"unknown key 'foo': valid: [a-z, ]*$"):
+        load_suite(str(tmp_path / "one.toml"))
+    with pytest.raises(InputError, match=r"cannot read suite .*none\.toml: No such file"):
+        load_suite(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize(("mark", "end"), [("\ufeff", "\n"), ("", "\r\n")], ids=["byte order mark", "CRLF"])
+def test_a_suite_from_another_editor_is_the_same(mark: str, end: str, tmp_path: Path) -> None:
+    text = suite_path("ci").read_text(encoding="utf-8")
+    (tmp_path / "ci.toml").write_bytes((mark + text.replace("\n", end)).encode())
+    assert load_suite(str(tmp_path / "ci.toml")) == load_suite("ci")
 
 
 def test_a_suite_reaches_the_ranks_as_it_was_read() -> None:

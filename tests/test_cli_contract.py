@@ -441,7 +441,7 @@ def test_json_on_standard_output_is_alone_there(cli: Any) -> None:
 def test_plan_shows_both_planners_and_writes_a_file_that_says_what_it_holds(cli: Any, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     arguments = ("--scenario", "transitions", "--topology", "2x4", "--move", "tp4-tp2x2-both", "--planner", "both")
-    done = cli("plan", *arguments, "--out", "plan.json", "--json", "-")
+    done = cli("plan", *arguments, "--out", "plan.json", "--json", "-", warm=True)
     assert done.returncode == 0, done.stderr
     ours, theirs = json.loads(done.stdout)["moves"]
     assert (ours["planner"], theirs["planner"]) == ("classes", "affine")
@@ -465,7 +465,7 @@ def test_plan_shows_both_planners_and_writes_a_file_that_says_what_it_holds(cli:
         ("tp4-tp2x2-both", "classes"), ("tp4-tp2x2-both", "affine"),
     ]  # fmt: skip
     assert {"scenario", "topology", "planner", "executor", "sha256"} <= set(written)
-    again = cli("run", "--plan", "plan.json", "--nodes", "2", "--ranks-per-node", "2")
+    again = cli("run", "--plan", "plan.json", "--nodes", "2", "--ranks-per-node", "2", warm=True)
     assert again.returncode == 2
     assert "the plan was made for another topology: nodes of the ranks" in again.stderr
 

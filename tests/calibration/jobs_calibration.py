@@ -138,16 +138,24 @@ def refused(seat: Seat, how: str) -> list[Any]:
     return [0, ""]
 
 
+def _sleep_past_the_end_of(seat: Seat, began: float) -> None:
+    """Sleep until the other ranks have said that their time is up, and have waited in vain for this one to say so."""
+    others = [f"relaymeter/calibration/time-is-up/{rank}" for rank in range(seat.world_size) if rank != seat.rank]
+    while not seat.store.check(others) and time.monotonic() < began + 8.0:
+        time.sleep(0.05)
+    time.sleep(calibrate_job._SETTLE_S + 0.5)
+
+
 def sleeper(seat: Seat) -> list[Any]:
     """Rank 3 answers but takes no part in a measurement; what the others end with, and after how many seconds."""
-    calibrate_job._LEAST_S, calibrate_job._SETTLE_S = 3.0, 1.0
+    calibrate_job._LEAST_S, calibrate_job._SETTLE_S = 2.0, 1.0
     world = _world(seat)
     world.store = seat.store
     began = time.monotonic()
     try:
-        with calibrate_job._bounded(world, "calibration", 3.0) as poll:
+        with calibrate_job._bounded(world, "calibration", 2.0) as poll:
             if seat.rank == 3:
-                time.sleep(8.0)
+                _sleep_past_the_end_of(seat, began)
             matrix = np.full((seat.world_size, seat.world_size), 64, dtype=np.int64)
             measure.RankExchange(world, poll=poll).measure(matrix, "send-recv")
     except RelaymeterError as error:

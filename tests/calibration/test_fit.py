@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relaymeter.calibration.curve_fit import fit_curve, held_out, relative_line
@@ -10,8 +10,10 @@ from relaymeter.errors import NothingMeasured
 
 SIZES = [1024 * 2**k for k in range(14)]
 times = st.lists(st.floats(1e-6, 1.0), min_size=len(SIZES), max_size=len(SIZES))
+dear = settings(max_examples=50)  # each example fits a curve
 
 
+@dear
 @given(times, st.lists(st.floats(0, 1e9), min_size=2, max_size=50))
 def test_a_curve_rises_whatever_was_measured_and_never_beats_the_peak(
     measured: list[float], wanted: list[float]
@@ -24,6 +26,7 @@ def test_a_curve_rises_whatever_was_measured_and_never_beats_the_peak(
     assert (seconds * curve.plateau_rate >= nbytes * (1 - 1e-9)).all()
 
 
+@dear
 @given(times, st.integers(0, len(SIZES) - 1))
 def test_a_curve_is_continuous_at_every_size(measured: list[float], place: int) -> None:
     curve = fit_curve(SIZES, measured)
@@ -31,6 +34,7 @@ def test_a_curve_is_continuous_at_every_size(measured: list[float], place: int) 
     assert np.allclose(around, around[1], rtol=1e-5)
 
 
+@dear
 @given(times, st.floats(1.0, 1e9))
 def test_inverse_undoes_time_from_the_first_size_on(measured: list[float], nbytes: float) -> None:
     curve = fit_curve(SIZES, measured)
@@ -54,6 +58,7 @@ def test_a_burst_of_small_messages_does_not_raise_the_rate_of_large_ones() -> No
     assert fit_curve(SIZES, measured).plateau_rate == pytest.approx(48e6, rel=1e-5)
 
 
+@dear
 @given(times, st.lists(st.floats(1, 1e9), min_size=2, max_size=8))
 def test_messages_that_share_a_port_add_up_by_no_less_than_their_bytes(
     measured: list[float], sizes: list[float]

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nursery
 import numpy as np
+import nursery
 import pytest
 
 from relaymeter.harness import bench, bench_scale

@@ -63,7 +63,7 @@ def test_every_path_brings_the_same_bits_and_leaves_no_checkpoint(cli: Any, tmp_
     assert list((tmp_path / "kept").iterdir()) == []
     assert len(list((tmp_path / "results").glob("*/*_compare-mine/rows.jsonl"))) == 1
 
-    again = cli(*command, "--json", "again.jsonl", limit_s=30)
+    again = cli(*command, "--json", "again.jsonl", limit_s=30, warm=True)
     assert again.returncode == 0 and "smaller, launch 1: in rows.jsonl already" in again.stdout
     assert rows_of(tmp_path / "again.jsonl") == rows
 

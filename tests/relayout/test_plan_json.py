@@ -87,7 +87,7 @@ def test_casts_and_several_sources_are_kept():
     check_plan(found, sources, DESTINATION, GRID)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(moves_from_several())
 def test_any_plan_is_read_back_the_same_and_passes_its_proof(move):
     sources, destination, topology = move

@@ -7,7 +7,6 @@ the ``cells`` so far (see ``harness.compare_rows``) and the ``digests`` of the s
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -143,7 +142,6 @@ def proof(
 
 def import_all(model: str, world: World) -> None:
     """Import what builds engines, before anybody listens for heartbeats: it takes seconds."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu" if world.backend == "gloo" else "cuda")
     with quiet():
         for name in imported_models(model):
             importlib.import_module(name)

@@ -7,7 +7,6 @@ world; rank 0 gets the rows, all so far after every change.
 from __future__ import annotations
 
 import importlib
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +79,6 @@ def run_state_job(job: StateJob, world: World, say: Say) -> Iterator[list[StateR
 def _import(models: Sequence[str], world: World, say: Say) -> None:
     """Import what builds engines of these families, before anybody listens for heartbeats: it takes seconds."""
     needed = ["deepspeed", *(["transformers"] if set(models) & set(_OF_TRANSFORMERS) else [])]
-    os.environ.setdefault("DS_ACCELERATOR", "cpu" if world.backend == "gloo" else "cuda")
     say(f"importing {' and '.join(needed)}")
     with quiet():
         for name in needed:

@@ -6,7 +6,6 @@ In a rank: ``world = join(time_limit_s=60)``, then ``world.topology``, ``world.w
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import socket
@@ -17,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Literal
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -31,39 +29,25 @@ from relaymeter.harness.counters import (
     is_box_interface,
     port_counter,
 )
+from relaymeter.harness.interfaces import IFNAME, Interface, choose_interface, interfaces
 from relaymeter.harness.launch import PLACE_VARIABLE, already_in_world
+from relaymeter.relayout.copy_kernel import compile_on
 from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.relayout.topology import Topology
 
 __all__ = [
+    "DEVICE_VARIABLE",
     "Identity",
-    "Interface",
     "World",
-    "choose_interface",
-    "interfaces",
     "join",
     "tell_by_store",
     "topology_of",
     "watching",
 ]
 
-_IFNAME = "GLOO_SOCKET_IFNAME"
+#: Where ranks keep what they move: ``auto`` (a GPU with NCCL, else the CPU), ``cpu``, or ``cuda``, over gloo too.
+DEVICE_VARIABLE = "RELAYMETER_DEVICE"
 _LINGER_S = 5.0
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface of this namespace: its IPv4 addresses, and whether it is up and loopback."""
-
-    name: str
-    addresses: tuple[str, ...]
-    up: bool
-    loopback: bool
-
-    @property
-    def usable(self) -> bool:
-        """Whether another node could be reached through it."""
-        return self.up and not self.loopback and bool(self.addresses)
 
 
 @dataclass(frozen=True)
@@ -87,6 +71,8 @@ class Identity:
     """Unique id of the GPU the rank would use."""
     place: tuple[int, int] | None
     """Declared (node, NIC) of a rank on plain loopback."""
+    device: str = "auto"
+    """What ``RELAYMETER_DEVICE`` asks for."""
     error: str | None = None
 
     @property
@@ -99,8 +85,8 @@ class World:
     """The world as one rank holds it. ``topology`` is the same on every rank.
 
     ``store`` is the TCP store the ranks met at; a thread that waits in it needs a clone of its own. ``device`` is the
-    rank's GPU with NCCL, else the CPU. ``declared``: the nodes were declared by the launcher, all ranks share one host.
-    ``wire_source`` says what counts cross-node bytes, or why nothing does.
+    rank's GPU with NCCL, or where ``RELAYMETER_DEVICE`` is ``cuda``, else the CPU. ``declared``: the launcher declared
+    the nodes, all ranks share one host. ``wire_source`` says what counts cross-node bytes, or why nothing does.
     """
 
     rank: int
@@ -174,47 +160,6 @@ def tell_by_store(world: World, key: str, value: str, limit_s: float) -> list[st
     return [world.store.get(name).decode().strip() for name in keys]
 
 
-def interfaces() -> tuple[Interface, ...]:
-    """Interfaces of this network namespace, by name."""
-    states = psutil.net_if_stats()
-    found = []
-    for name, addresses in sorted(psutil.net_if_addrs().items()):
-        own = tuple(entry.address for entry in addresses if entry.family == socket.AF_INET)
-        state = states.get(name)
-        loopback = any(ipaddress.ip_address(address).is_loopback for address in own) or name == "lo"
-        found.append(Interface(name, own, state is not None and state.isup, loopback))
-    return tuple(found)
-
-
-def choose_interface(value: str | None, available: Sequence[Interface], master: str) -> tuple[Interface, ...]:
-    """The interfaces that ``value`` of GLOO_SOCKET_IFNAME names; unset, the one whose address reaches ``master``.
-
-    Raises InputError on exclusion lists, addresses and names that are not there, with the names that are. Empty where
-    nothing is set and no route leads to ``master``.
-    """
-    by_name = {entry.name: entry for entry in available}
-    names = ", ".join(f"{entry.name} ({', '.join(entry.addresses)})" for entry in available if entry.addresses)
-    if value is None:
-        source = _source_address(master)
-        return tuple(entry for entry in available if source in entry.addresses)[:1]
-    chosen = []
-    for name in value.split(","):
-        problem = None
-        if name.startswith("^") or value.startswith("^"):
-            problem = "excludes interfaces, but gloo takes exact names only"
-        elif name not in by_name:
-            problem = f"names no interface of {socket.gethostname()}"
-            with suppress(ValueError):
-                ipaddress.ip_address(name)
-                problem = "holds an address where the name of an interface is expected"
-        elif not by_name[name].addresses or not by_name[name].up:
-            problem = f"names {name}, which is down or has no IPv4 address"
-        if problem is not None:
-            raise InputError(f"{_IFNAME}={value!r} {problem}; set it to one of: {names or 'none has an address'}")
-        chosen.append(by_name[name])
-    return tuple(chosen)
-
-
 def topology_of(
     identities: Sequence[Identity], backend: str = "gloo", nic_per: Literal["rank", "node"] | None = None
 ) -> Topology:
@@ -254,7 +199,8 @@ def join(
 ) -> World:
     """Join the world that the environment describes. Every rank calls it once, before any other collective.
 
-    The default group is NCCL where every rank has a GPU of its own, else gloo; ``backend`` decides otherwise. Its
+    The default group is NCCL where every rank has a GPU of its own, else gloo; ``backend`` decides otherwise. With
+    ``RELAYMETER_DEVICE`` ``cuda`` gloo moves what lies on GPUs, which ranks may share; with ``cpu`` none is used. Its
     collectives have ``time_limit_s``; all ranks must have come within ``meet_limit_s`` (None: the same), which leaves
     time to say who did not. ``nic_per`` declares what the ranks cannot see. Raises
     InputError, on all ranks alike, for a missing variable or an interface that cannot carry the world, and RankLost
@@ -276,7 +222,8 @@ def join(
         if problem is not None:
             raise InputError(problem)
         gpus = [identity.gpu for identity in identities]
-        chosen = backend or ("nccl" if None not in gpus and len(set(gpus)) == size else "gloo")
+        apart = None not in gpus and len(set(gpus)) == size and identities[rank].device != "cpu"
+        chosen = backend or ("nccl" if apart else "gloo")
         topology = topology_of(identities, chosen, nic_per)
         interface = _interface_of(identities[rank], topology.nodes > 1)
     except InputError:
@@ -284,14 +231,17 @@ def join(
         raise
     node = topology.node[rank]
     local_rank = hint.local_rank if hint.local_rank is not None else topology.ranks_of(node).index(rank)
-    # Others in this process (DeepSpeed, new groups) read the same variables.
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
-    if chosen == "gloo":
-        os.environ[_IFNAME] = interface
     device = torch.device("cpu")
-    if chosen == "nccl":
-        device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
+    if chosen == "nccl" or identities[rank].device == "cuda":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        compile_on(device)
+    # Others in this process (DeepSpeed, new groups) read the same variables; DeepSpeed takes the GPU of that number.
+    local = local_rank if device.index is None else device.index
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    if chosen == "gloo":
+        os.environ[IFNAME] = interface
     dist.init_process_group(
         chosen,
         store=PrefixStore("relaymeter/world", store),
@@ -372,9 +322,11 @@ def _identity(master: str, local_rank: int | None, rank: int) -> Identity:
     chosen: tuple[Interface, ...] = ()
     available = interfaces()
     place: tuple[int, int] | None = None
+    device = "auto"
     try:
-        chosen = choose_interface(os.environ.get(_IFNAME), available, master)
+        chosen = choose_interface(os.environ.get(IFNAME), available, master)
         place = _place(os.environ)
+        device = _device(os.environ)
     except InputError as problem:
         error = str(problem)
     names = ",".join(entry.name for entry in chosen)
@@ -383,15 +335,26 @@ def _identity(master: str, local_rank: int | None, rank: int) -> Identity:
         boot_id=_boot_id(),
         namespace=os.stat("/proc/self/ns/net").st_ino,
         interface=names,
-        asked=_IFNAME in os.environ,
+        asked=IFNAME in os.environ,
         loopback=any(entry.loopback for entry in chosen),
         usable=tuple(entry.name for entry in available if entry.usable),
         in_box=len(chosen) == 1 and is_box_interface(names),
         ports=len(active_ports()),
         gpu=_gpu(local_rank if local_rank is not None else rank),
         place=place,
+        device=device,
         error=error,
     )
+
+
+def _device(environment: Mapping[str, str]) -> str:
+    """Where a rank keeps what it moves: ``auto``, ``cpu`` or ``cuda``. Raises InputError."""
+    value = environment.get(DEVICE_VARIABLE, "auto")
+    if value not in ("auto", "cpu", "cuda"):
+        raise InputError(f"{DEVICE_VARIABLE}={value!r} is not one of: auto, cpu, cuda")
+    if value == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"{DEVICE_VARIABLE}=cuda, but torch {torch.__version__} sees no CUDA device: unset it")
+    return value
 
 
 def _problem(identities: Sequence[Identity]) -> str | None:
@@ -402,12 +365,15 @@ def _problem(identities: Sequence[Identity]) -> str | None:
             errors.setdefault(identity.error, []).append(rank)
     if errors:
         return "; ".join(f"rank {', '.join(map(str, ranks))}: {error}" for error, ranks in errors.items())
+    devices = {identity.device for identity in identities}
+    if len(devices) > 1:
+        return f"{DEVICE_VARIABLE} differs between ranks ({', '.join(sorted(devices))}): set it alike on all"
     several_hosts = len({identity.host for identity in identities}) > 1
     for rank, identity in enumerate(identities):
         if several_hosts and not _interface_of(identity, True):
             return (
                 f"rank {rank} on {identity.hostname} would use {identity.interface or 'no interface'}, through which "
-                f"no other node is reached; set {_IFNAME} there to one of: {', '.join(identity.usable) or 'none is up'}"
+                f"no other node is reached; set {IFNAME} there to one of: {', '.join(identity.usable) or 'none is up'}"
             )
     return None
 
@@ -441,7 +407,7 @@ def _wire(
         if len({(identities[peer].namespace, identities[peer].interface) for peer in peers}) > 1:
             return None, "the ranks of a node use several interfaces, whose counters mix in-node traffic in", rank
     if any("," in identity.interface for identity in identities):
-        return None, f"{_IFNAME} names several interfaces", rank
+        return None, f"{IFNAME} names several interfaces", rank
     # Ranks of one namespace reach each other through its loopback, so the interface only carries what leaves the node.
     counter = interface_counter(own.interface)
     return counter, counter.source, topology.ranks_of(node)[0]
@@ -471,16 +437,6 @@ def _place(env: Mapping[str, str]) -> tuple[int, int] | None:
     if not colon or not node.isdigit() or not nic.isdigit():
         raise InputError(f"{PLACE_VARIABLE}={text!r} is not NODE:NIC, for example 1:2")
     return int(node), int(nic)
-
-
-def _source_address(target: str) -> str | None:
-    """Own IPv4 address from which this host would talk to ``target``; sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 def _boot_id() -> str:

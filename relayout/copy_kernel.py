@@ -2,6 +2,7 @@
 
 ``DeviceCopies(targets, sources).run()`` copies views of equal shape and element size that lie on one CUDA device; the
 tables are made and the kernel is compiled when it is constructed. ``available()`` says whether Triton is there.
+``compile_on(device)`` compiles it beforehand.
 Triton (triton-lang) comes with torch's CUDA builds; without it ``packing.Copies`` does the same by torch's own copies.
 """
 
@@ -18,7 +19,7 @@ import torch
 
 from relaymeter.relayout.copy_tiles import tile_copies
 
-__all__ = ["DeviceCopies", "available"]
+__all__ = ["DeviceCopies", "available", "compile_on"]
 
 #: Units that a program moves at a time, and its warps.
 _UNITS, _WARPS = 1024, 4
@@ -28,6 +29,14 @@ _UNITS, _WARPS = 1024, 4
 def available() -> bool:
     """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
+
+
+def compile_on(device: torch.device) -> None:
+    """Compile the kernel for a CUDA ``device``, where Triton is there: seconds, once for a process, that no first move
+    then has. Elsewhere nothing happens."""
+    if device.type == "cuda" and available():
+        one, other = torch.zeros(2, 64, dtype=torch.uint8, device=device)
+        DeviceCopies([one], [other]).run()
 
 
 class DeviceCopies:

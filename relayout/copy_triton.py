@@ -80,7 +80,8 @@ def _box(tile, left, UNITS: tl.constexpr, width: tl.constexpr, PAIR: tl.constexp
             tl.store(far.to(tl.pointer_type(dtype)), tl.load(near.to(tl.pointer_type(dtype)), mask=mask), mask=mask)
 
 
-@triton.jit
+# why: whether a count is 1 or divides by 16 would be another kernel, compiled where time is taken
+@triton.jit(do_not_specialize=["count"])
 def copy_tiles(tiles, count, UNITS: tl.constexpr):
     """Program p copies tile p of ``tiles`` (count, columns), see ``copy_tiles.TILE_COLUMNS``, ``UNITS`` at a time."""
     program = tl.program_id(0)

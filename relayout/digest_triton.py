@@ -115,7 +115,8 @@ def _rows(tile, weights, UNITS: tl.constexpr, width: tl.constexpr, dtype: tl.con
                 tl.atomic_add(out + block, part, sem="relaxed")
 
 
-@triton.jit
+# why: whether a count is 1 or divides by 16 would be another kernel, compiled where time is taken
+@triton.jit(do_not_specialize=["count"])
 def sum_tiles(
     tiles, weights, count, UNITS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr,
     ALIGN: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,

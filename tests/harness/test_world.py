@@ -10,7 +10,8 @@ import pytest
 
 from relaymeter.errors import InputError, RankLost
 from relaymeter.harness.counters import active_ports, interface_counter, port_counter
-from relaymeter.harness.world import Identity, Interface, choose_interface, join, topology_of
+from relaymeter.harness.interfaces import Interface, choose_interface
+from relaymeter.harness.world import Identity, join, topology_of
 
 HERE = (
     Interface("eth0", ("192.0.2.2",), up=True, loopback=False),
@@ -74,6 +75,21 @@ def test_a_bad_interface_is_refused_with_the_good_ones(value: str, text: str) ->
 def test_an_interface_is_taken_by_name_or_by_the_way_to_the_master() -> None:
     assert [entry.name for entry in choose_interface("eth0,lo", HERE, "127.0.0.1")] == ["eth0", "lo"]
     assert [entry.name for entry in choose_interface(None, HERE, "127.0.0.1")] == ["lo"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("gpu", "RELAYMETER_DEVICE='gpu' is not one of: auto, cpu, cuda"), ("cuda", "sees no CUDA device: unset it")],
+)
+def test_a_device_that_is_not_there_is_refused(value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    world = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    for name, said in {**world, "RELAYMETER_DEVICE": value}.items():
+        monkeypatch.setenv(name, str(said))
+    with pytest.raises(InputError, match=text):
+        join(5.0)
 
 
 @pytest.mark.parametrize("names", [(), ("RANK", "WORLD_SIZE")])

@@ -28,8 +28,8 @@ _BLOCK = 4096
 #: A run of fewer words than this is taken together with its neighbours; one of fewer than ``_SHORT`` is summed together
 #: with those that lie in the same block, a longer one by itself.
 _LONG, _SHORT = _BLOCK, 64
-#: Rows of neighbouring runs that a program takes, words that it takes of each at a time, and at most.
-_ROWS, _LANES, _LINE = 4, 128, 1024
+#: Rows of neighbouring runs that a program takes, words that it takes of each at a time, and at most; of a single row.
+_ROWS, _LANES, _LINE, _LONE = 4, 128, 1024, 256
 #: Places in their blocks at which neighbouring runs may begin for those of each place to be taken together.
 _PLACES = 16
 #: Whole blocks of a run that one program takes.
@@ -129,15 +129,16 @@ def _rows_of_lines(
     first: IntArray, place: IntArray, words: IntArray, rows: IntArray, steps: tuple[int, int], width: int, out: int
 ) -> IntArray:
     """``rows`` rows of ``words`` words each, cut into tiles; ``steps``: words and bytes from row to row."""
-    down, along = -(-rows // _ROWS), -(-words // _LINE)
+    most = np.where(rows == 1, _LONE, _LINE)
+    down, along = -(-rows // _ROWS), -(-words // most)
     tiles = down * along
     row = np.repeat(np.arange(len(first)), tiles)
     number = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
     at, column = np.divmod(number, np.maximum(along, 1)[row])
-    at, column = at * _ROWS, column * _LINE
+    at, column = at * _ROWS, column * most[row]
     return _table(
         place[row] + at * steps[1] + column * width, width + LINES, out, first[row] + at * steps[0] + column,
-        np.minimum(_LINE, words[row] - column), np.minimum(_ROWS, rows[row] - at), *steps,
+        np.minimum(most[row], words[row] - column), np.minimum(_ROWS, rows[row] - at), *steps,
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def compare_builds(args: argparse.Namespace) -> Compared:
         exact_only=exact_only,
     )
     found = told(found, before)
-    same = same_code(*sides)
+    same = same_code(*sides) if args.fault is None else None
     notes = [*said, *([same] if same else []), *versions_differ(*sides), *found.notes, *dict.fromkeys(notes)]
     return Compared(replace(found, notes=tuple(notes)), [*before, *after], after, ended)
 

@@ -13,6 +13,7 @@ import torch
 from relaymeter.errors import LayoutError
 from relaymeter.relayout.digest import POISON_BYTE
 from relaymeter.relayout.layout import Layout
+from relaymeter.relayout.storages import shard_view
 
 __all__ = ["ReplicaStorage"]
 
@@ -46,13 +47,6 @@ class ReplicaStorage:
     def weight(self, name: str) -> torch.Tensor:
         """The shard of ``name`` (a tied name too) in its own shape, over the buffer. Raises LayoutError without one."""
         name = self._layout.aliases.get(name, name)
-        place = self._layout.placements[name]
-        pieces = place.pieces_of(self._rank)
-        if len(pieces) != 1:
-            raise LayoutError(
-                f"rank {self._rank} holds {len(pieces)} pieces of {name}: one box has a shape, others not"
-            )
-        piece = int(pieces[0])
-        storage = self.storages[name]
-        begin = storage.storage_offset() + int(place.offset[piece])
-        return storage.as_strided(tuple(place.shape[piece].tolist()), tuple(place.stride[piece].tolist()), begin)
+        if name not in self.storages:
+            raise LayoutError(f"rank {self._rank} holds 0 pieces of {name}: one box has a shape, others not")
+        return shard_view(self._layout, self._rank, name, self.storages[name])

@@ -32,10 +32,27 @@ def test_the_program_in_the_documentation_moves_every_bit(tmp_path: Path) -> Non
 
 
 @pytest.mark.dist
-def test_the_program_in_the_documentation_moves_a_training_state(tmp_path: Path) -> None:
-    module = program_of("training-state.md", tmp_path).stem
+@pytest.mark.parametrize(
+    ("page", "texts"),
+    [
+        (
+            "training-state.md",
+            ("master, exp_avg, exp_avg_sq: ", "digests equal", "step 4 after the move, lr 0.000301"),
+        ),
+        (
+            "training-loop.md",
+            (
+                "step 0: 67592 bytes, checked by digest, (1, 128)",
+                "step 1: 67592 bytes, not checked",
+                "step 2: 67592 bytes, checked by digest",
+            ),
+        ),
+    ],
+)
+def test_the_programs_in_the_documentation_do_what_they_say(page: str, texts: tuple[str, ...], tmp_path: Path) -> None:
+    module = program_of(page, tmp_path).stem
     environment = {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}
     ended = nursery.command([str(tmp_path), module], tmp_path, environment, 110.0, module="launched")
     assert ended.returncode == 0, ended.stderr[-3000:]
-    for text in ("master, exp_avg, exp_avg_sq: ", "digests equal", "step 4 after the move, lr 0.000301"):
+    for text in texts:
         assert text in ended.stderr  # where the launcher sends what rank 0 prints

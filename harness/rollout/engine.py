@@ -23,12 +23,12 @@ from relaymeter.harness.rollout.replica import Replica
 from relaymeter.harness.rollout.sampling import check_request
 from relaymeter.harness.rollout.sequences import Sequences
 from relaymeter.harness.rollout.shape import DecoderConfig
-from relaymeter.harness.rollout.weights import SyncOptions, SyncTiming, WeightSync
 from relaymeter.harness.state_engines import EngineGroups
 from relaymeter.relayout.execute import Hooks
 from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.topology import Topology
+from relaymeter.relayout.weight_sync import SyncOptions, SyncTiming, WeightSync
 
 __all__ = ["RelayoutRollout"]
 

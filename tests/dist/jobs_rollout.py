@@ -11,8 +11,8 @@ from rollout_bench import GEOMETRY, MASK, PROMPTS, Bench, addresses, ask, compar
 
 from relaymeter.harness.models import Qwen3Geometry
 from relaymeter.harness.rollout.shape import DecoderConfig
-from relaymeter.harness.rollout.weights import SyncOptions
 from relaymeter.relayout.execute import Hooks
+from relaymeter.relayout.weight_sync import SyncOptions
 
 #: Degree 1 on each rank, degree 2 twice, degree 4, and one of degree 2 beside one of degree 1, a rank idle.
 PLACES = {

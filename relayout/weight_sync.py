@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,15 +29,27 @@ from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.plain_state import field_differences
 from relaymeter.relayout.planner import plan_move
-from relaymeter.relayout.routes import ROUTES
+from relaymeter.relayout.routes import ROUTES, BlockGroups, Codes, block_groups
 from relaymeter.relayout.schedule import DEFAULT_BUCKET_BYTES, Schedule, build_schedule
 from relaymeter.relayout.source_digest import expected_digest
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.transport import Waiter, connect_all
 
-__all__ = ["SyncOptions", "SyncTiming", "WeightSync"]
+__all__ = ["RouteChoice", "SyncOptions", "SyncTiming", "WeightSync", "changes_of"]
 
 _SHOWN = 3
+
+
+class RouteChoice(Protocol):
+    """Who chooses routes: what ``relaymeter.load_policy`` gives."""
+
+    @property
+    def bucket_bytes(self) -> int: ...
+
+    @property
+    def executor(self) -> str: ...
+
+    def routes(self, groups: BlockGroups, /) -> Codes: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +95,21 @@ class WeightSync:
         options: SyncOptions,
         topology: Topology | None = None,
         *,
+        policy: RouteChoice | None = None,
         heartbeat: Heartbeat | None = None,
         hooks: Hooks | None = None,
     ) -> None:
         """``trainer``: a DeepSpeed engine, None on ranks outside it. ``topology``: of the world, by default one node.
+        ``policy``, the same on every rank, chooses routes, buckets and executor in place of the options.
 
         Raises as ``read``.
         """
         self.trainer, self.options = trainer, options
         self._rank, world = dist.get_rank(), dist.get_world_size()
         self._topology = Topology.grid(1, world) if topology is None else topology
-        self._executor = options.executor or ("all-to-all" if dist.get_backend() == "nccl" else "send-recv")
+        self._policy = policy
+        asked = policy.executor if policy else options.executor
+        self._executor = asked or ("all-to-all" if dist.get_backend() == "nccl" else "send-recv")
         self._heartbeat, self._hooks, self._waiter = heartbeat, hooks, Waiter()
         self._runs = 0
         self._mover: Mover | None = None
@@ -147,6 +163,9 @@ class WeightSync:
 
     def _schedule(self, source: Layout, destination: Layout, casts: Mapping[str, str]) -> Schedule:
         plan = plan_move(source, destination, self._topology, cast=casts)
+        if self._policy is not None:
+            codes = self._policy.routes(block_groups(plan, self._topology))
+            return build_schedule(plan, self._topology, codes, self._policy.bucket_bytes)
         codes = np.full(int(plan.group_start[-1]), ROUTES.index(self.options.route), dtype=np.int8)
         return build_schedule(plan, self._topology, codes, self.options.bucket_bytes)
 
@@ -160,7 +179,7 @@ class WeightSync:
             found = self._describe(ranks)
             if found != self._described:
                 raise InputError(
-                    f"the trainer's layout is not the planned one any more: {_changes(self._described, found)}; "
+                    f"the trainer's layout is not the planned one any more: {changes_of(self._described, found)}; "
                     "replan() makes a new plan"
                 )
             source = ranks.attempt(lambda: {} if self.trainer is None else weights_storage(self.trainer))
@@ -232,7 +251,7 @@ class WeightSync:
         return SyncTiming(timing, digested - begin + time.perf_counter() - moved, True)
 
 
-def _changes(planned: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def changes_of(planned: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """What differs between two descriptions of an engine, its kind and ranks first."""
     texts = [
         [said["name"], f"ranks {said['ranks']}", *(t for t in labels(said) if not t.startswith("ranks "))]

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from relaymeter.errors import EXIT_OK, EXIT_USAGE, RelaymeterError
 from relaymeter.harness.options_calibrate import add_calibrate
 from relaymeter.harness.options_choose import add_choose
 from relaymeter.harness.options_compare import add_compare
+from relaymeter.harness.options_doctor import add_doctor
 from relaymeter.harness.options_plan import add_plan
 from relaymeter.harness.options_report import add_report
 from relaymeter.harness.options_run import add_run
@@ -31,7 +33,10 @@ from relaymeter.harness.signals import EndingSignal, ending_signals, exit_code
 __all__ = ["build_parser", "main"]
 
 #: The commands, in the order of ``--help``.
-_COMMANDS = (add_calibrate, add_choose, add_compare, add_plan, add_report, add_run, add_soak, add_track, add_validate)
+_COMMANDS = (
+    *(add_calibrate, add_choose, add_compare, add_doctor, add_plan),
+    *(add_report, add_run, add_soak, add_track, add_validate),
+)
 _EXIT_CODES = """exit codes: 0 ok; 2 bad usage, config or input; 3 a gate missed; 4 cannot decide; 5 nothing measured;
 6 wrong bits; 7 a rank was lost; 124 time limit; 130 interrupted; 1 a crash"""
 
@@ -118,10 +123,16 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _without_local_rank(arguments: list[str]) -> list[str]:
+    """Without the ``--local_rank=N`` that DeepSpeed's launcher puts before a rank's own; LOCAL_RANK says it too."""
+    told = bool(arguments) and re.fullmatch(r"--local[-_]rank=\d+", arguments[0]) is not None
+    return arguments[1:] if told and "RANK" in os.environ else arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Called in the parent, or on every rank under torchrun."""
     _open_streams()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _without_local_rank(list(sys.argv[1:] if argv is None else argv))
     try:
         parser = build_parser()
         _refuse_unknown_command(parser, arguments)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
+from relaymeter.calibration.devices import (
+    SYS,
+    NvmlUnavailable,
+    active_links,
+    core_list,
+    file_text,
+    interface_rate,
+    joined_by_nvlink,
+    numa_of,
+    nvml_session,
+    port_rate,
+    uuid_of,
+)
 from relaymeter.calibration.fingerprint import environment_facts
 from relaymeter.calibration.links import CLASS_RATIO
 from relaymeter.calibration.profiles import Profile
@@ -29,10 +40,8 @@ __all__ = ["RankHints", "hint_warnings", "rank_hints"]
 
 #: A NIC that carries more than this share of what its port states, or less than that, is not what the port says it is.
 _MOST, _LEAST = 1.05, 0.5
-_SYS = Path("/sys")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _INTERFACES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
-_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*Gb/sec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +84,19 @@ class RankHints:
         return cls(**values)
 
 
-def rank_hints(device: str, backend: str, environment: Mapping[str, str] | None = None, root: Path = _SYS) -> RankHints:
+def rank_hints(device: str, backend: str, environment: Mapping[str, str] | None = None, root: Path = SYS) -> RankHints:
     """This process's view. ``device``: as torch names it (``"cuda:0"``, ``"cpu"``). Never fails: what cannot be found
     out is None or empty. Local; any rank."""
     env = os.environ if environment is None else environment
     interface = env.get(_INTERFACES.get(backend, ""), "")
-    boot = _text(_BOOT_ID).strip()
+    boot = file_text(_BOOT_ID).strip()
     gpu = _gpu(device, root) if device.startswith("cuda") else _Gpu()
     return RankHints(
         host=_hash(f"{socket.gethostname()} {boot}"),
         machine=_hash(boot),
         numa=_numa_nodes(root),
         interface=interface,
-        interface_bytes_per_s=_interface_rate(interface, root),
+        interface_bytes_per_s=interface_rate(interface, root),
         ports_bytes_per_s=_port_rates(root),
         gpu=gpu.id,
         gpu_name=gpu.name,
@@ -112,50 +121,23 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _numa_nodes(root: Path) -> tuple[int, ...]:
     """NUMA nodes of the cores that this process may run on."""
     cores = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
     found = []
     for node in (root / "devices/system/node").glob("node[0-9]*"):
-        if cores & set(_core_list(_text(node / "cpulist"))):
+        if cores & set(core_list(file_text(node / "cpulist"))):
             found.append(int(node.name[4:]))
     return tuple(sorted(found))
-
-
-def _core_list(text: str) -> Iterator[int]:
-    """Cores of a list such as ``0-3,8``."""
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            yield from range(int(first), int(last or first) + 1)
-
-
-def _interface_rate(name: str, root: Path) -> float | None:
-    """What a physical interface states as its rate, one way; a virtual one's statement means nothing."""
-    if not name or not (root / "class/net" / name / "device").exists():
-        return None
-    state = psutil.net_if_stats().get(name)
-    speed = 0 if state is None else state.speed  # Mbit/s; 0: not known
-    if not speed:
-        text = _text(root / "class/net" / name / "speed").strip()
-        speed = int(text) if text.isdigit() else 0
-    return speed * 1e6 / 8 if speed > 0 else None
 
 
 def _port_rates(root: Path) -> tuple[float, ...]:
     """Rates of the active InfiniBand and RoCE ports, by name."""
     found = []
     for port in sorted((root / "class/infiniband").glob("*/ports/*")):
-        rate = _RATE.match(_text(port / "rate"))
-        if "ACTIVE" in _text(port / "state") and rate is not None:
-            found.append(float(rate.group(1)) * 1e9 / 8)
+        rate = port_rate(file_text(port / "rate"))
+        if "ACTIVE" in file_text(port / "state") and rate is not None:
+            found.append(rate)
     return tuple(found)
 
 
@@ -169,44 +151,25 @@ def _gpu(device: str, root: Path) -> _Gpu:
     domain, bus, slot = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     numa = None
     if isinstance(domain, int) and isinstance(bus, int) and isinstance(slot, int):
-        text = _text(root / "bus/pci/devices" / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node").strip()
-        numa = int(text) if text.isdigit() else None
+        numa = numa_of(root / "bus/pci/devices" / f"{domain:04x}:{bus:02x}:{slot:02x}.0")
     nvlinks, peers = _nvlink(uuid)
     return _Gpu(_hash(uuid), properties.name, numa, nvlinks, peers)
 
 
 def _nvlink(uuid: str) -> tuple[int | None, tuple[str, ...]]:
     """Active NVLinks of a GPU and the GPUs that they reach; (None, ()) without NVML."""
-    try:
-        import pynvml
-    except ImportError:
-        return None, ()
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            own = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            return _active_links(pynvml, own), tuple(sorted(_nvlink_peers(pynvml, own, uuid)))
-        finally:
-            pynvml.nvmlShutdown()
+    with suppress(NvmlUnavailable), nvml_session() as nvml, suppress(nvml.NVMLError):
+        own = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        return active_links(nvml, own), tuple(sorted(_nvlink_peers(nvml, own, uuid)))
     return None, ()
-
-
-def _active_links(nvml: Any, own: Any) -> int:
-    count = 0
-    for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)):
-        with suppress(nvml.NVMLError):
-            count += int(nvml.nvmlDeviceGetNvLinkState(own, link) == nvml.NVML_FEATURE_ENABLED)
-    return count
 
 
 def _nvlink_peers(nvml: Any, own: Any, uuid: str) -> Iterator[str]:
     for index in range(nvml.nvmlDeviceGetCount()):
         with suppress(nvml.NVMLError):
             other = nvml.nvmlDeviceGetHandleByIndex(index)
-            found = nvml.nvmlDeviceGetUUID(other)
-            name = found.decode() if isinstance(found, bytes) else str(found)
-            status = nvml.nvmlDeviceGetP2PStatus(own, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            if name != uuid and status == nvml.NVML_P2P_STATUS_OK:
+            name = uuid_of(nvml, other)
+            if name != uuid and joined_by_nvlink(nvml, own, other):
                 yield _hash(name)
 
 

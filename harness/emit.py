@@ -19,6 +19,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from relaymeter.calibration.profiles import Profile
 from relaymeter.errors import EXIT_OK, EXIT_USAGE, InputError
@@ -78,8 +79,8 @@ class Output:
             file=stream, quiet=stream is None, width=None if seen else _WIDE, highlight=False, soft_wrap=False
         )
 
-    def say(self, text: str = "") -> None:
-        """A line for people."""
+    def say(self, text: str | Text = "") -> None:
+        """A line for people; a Text may be coloured in part."""
         with self._heard():
             self.console.print(text, markup=False, soft_wrap=True)
 

@@ -11,6 +11,7 @@ SURFACE = {
     "choose": {"--profile", "--simulate", "--executor", "--allow-mismatch", "--out", "--format"} | PRICING | OUTPUT,
     "compare": {"--scenario", "--change", "--paths", "--storage", "--launches", "--journal", "--work", "--results"}
     | {"--profile"} | RANKS | OUTPUT,
+    "doctor": {"--strict"} | OUTPUT,
     "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
     "run": {
         "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",

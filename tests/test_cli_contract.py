@@ -338,6 +338,7 @@ BAD = {
         ["validate", "--profile", "elsewhere.json", "--simulate", "h100-2x8", "--nodes", "2"],
         "--nodes is about real ranks, and --simulate h100-2x8 starts none: leave it out",
     ),
+    "a doctor who writes over a file": (["doctor", "--json", "bad.json"], "bad.json exists"),
     "bad fault": (["run", "--profile", "p", "--scenario", "smoke", "--fault", "melt:1"], "flip:RANK"),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ PURE = (
     ),
     *(f"policies/{name}" for name in ("path_costs", "path_scaling", "policy_python", "reach", "regret")),
     "calibration/profiles",
-    *(f"calibration/{name}" for name in ("check", "fingerprint", "hashes", "hints", "sanity")),
+    *(f"calibration/{name}" for name in ("check", "devices", "fingerprint", "hashes", "hints", "sanity")),
     *(f"calibration/{name}" for name in ("labels", "soak_plan", "wrong_bytes")),
     *(
         f"harness/{name}"
@@ -41,6 +41,8 @@ PURE = (
     *(f"harness/report_{name}" for name in ("compare", "document", "figures", "files", "frame", "markdown", "missing")),
     *(f"harness/report_{name}" for name in ("moves", "plots", "sources", "states", "tables")),
     *(f"harness/{name}" for name in ("commands_track", "commands_track_check", "options_track")),
+    *(f"harness/{name}" for name in ("commands_doctor", "options_doctor")),
+    *(f"harness/doctor/{path.stem}" for path in sorted((ROOT / "harness/doctor").glob("*.py"))),
     *(
         f"harness/track/{path.stem}"
         for path in sorted((ROOT / "harness/track").glob("*.py"))

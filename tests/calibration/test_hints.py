@@ -13,6 +13,7 @@ from synthetic import Cluster
 from relaymeter.calibration import hints as hints_module
 from relaymeter.calibration.calibrate import build_profile, calibrate_cluster
 from relaymeter.calibration.cells import Cell
+from relaymeter.calibration.devices import active_links
 from relaymeter.calibration.hints import RankHints, hint_warnings, rank_hints
 from relaymeter.calibration.probes import Prober
 from relaymeter.calibration.profiles import Profile, from_json
@@ -201,5 +202,5 @@ def test_nvlinks_are_counted_and_their_ends_named() -> None:
         nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}", nvmlDeviceGetUUID=lambda handle: handle.encode(),
         nvmlDeviceGetP2PStatus=lambda one, two, what: 0 if two in ("GPU-0", "GPU-2") else 5,
     )  # fmt: skip
-    assert hints_module._active_links(nvml, "GPU-0") == 3
+    assert active_links(nvml, "GPU-0") == 3
     assert list(hints_module._nvlink_peers(nvml, "GPU-0", "GPU-0")) == [hints_module._hash("GPU-2")]

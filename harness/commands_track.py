@@ -24,7 +24,9 @@ from relaymeter.harness.signals import EndingSignal, exit_code
 from relaymeter.harness.track.changes import short_name
 from relaymeter.harness.track.launches import LaunchPlan, plan_launches
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord
+from relaymeter.harness.track.row_texts import visible
 from relaymeter.harness.track.suite import load_suite, select_cases
+from relaymeter.harness.track.terminal import errors_shown
 from relaymeter.records import dump_json
 
 __all__ = ["run"]
@@ -36,8 +38,9 @@ _LAUNCHES = 5
 _LIMIT_S = 600.0
 
 
+@errors_shown()
 def run(args: argparse.Namespace) -> int:
-    """Launch, keep, and show what was measured. Returns the exit code: 6 where bytes were wrong."""
+    """Launch, keep, and show what was measured. Returns the exit code: 6 where bytes were wrong, whatever ended it."""
     from relaymeter.harness.track import history
 
     named = args.suite or "ci"
@@ -66,12 +69,15 @@ def run(args: argparse.Namespace) -> int:
         code = _measure(plan, launches, args.time_limit or _LIMIT_S, keep)
     except (KeyboardInterrupt, EndingSignal) as stop:
         what = signal.Signals(exit_code(stop) - 128).name
-        print(f"{what}: {len(taken)} of {launches} launches were measured, they are in {target}", file=sys.stderr)
-        raise
+        kept = f"{len(taken)} of {launches} launches were measured, they are in {visible(str(target))}"
+        print(f"{what}: {kept}", file=sys.stderr)
+        if plan.hint is not None or not taken:
+            raise
+        code = exit_code(stop)
     if plan.hint is not None and plan.hint.rank:
         return code
     for note in dict.fromkeys(notes):
-        out.say(f"note: {note}")
+        out.say(f"note: {visible(note)}")
     return _report(plan, taken, launches, target, code, out)
 
 
@@ -116,7 +122,7 @@ def _report(
         where = short_name(taken[0].commit, taken[0].dirty, taken[0].version)
         out.say(
             f"suite {plan.suite.name}: {len(taken)} {'launch' if len(taken) == 1 else 'launches'} of {where}, "
-            f"machine {plan.machine_id}, added to {target}"
+            f"machine {plan.machine_id}, added to {visible(str(target))}"
         )
         out.json("".join(dump_json(record.to_dict(), indent=None) for record in taken))
     if len(taken) < launches and code != EXIT_OK:

@@ -17,10 +17,12 @@ from pathlib import Path
 from relaymeter.errors import EXIT_GATE_MISSED, EXIT_OK, EXIT_TIME_LIMIT, EXIT_WRONG_BITS, InputError
 from relaymeter.harness import emit
 from relaymeter.harness.launch import already_in_world
-from relaymeter.harness.signals import INTERRUPTED, EndingSignal, exit_code
+from relaymeter.harness.signals import EndingSignal, exit_code
 from relaymeter.harness.track.ab import LaunchFailed, LaunchPairs, OutOfTime
 from relaymeter.harness.track.ab_sides import other_side, refuse_other_suite, same_code, this_side, versions_differ
 from relaymeter.harness.track.records import LaunchRecord
+from relaymeter.harness.track.row_texts import visible
+from relaymeter.harness.track.terminal import shown
 from relaymeter.harness.track.verdicts import Check
 from relaymeter.harness.track.wrong_base import right_ones, told
 
@@ -43,10 +45,10 @@ class Compared:
     """Exit code of what ended the launches before as many as were asked for were taken."""
 
     def exit_code(self, judged: int) -> int:
-        """That of the command, where the check's own is ``judged``. An interrupt is never anything else; a lost rank or
-        the time limit gives way to wrong bits, the time limit also to a regression."""
+        """That of the command, where the check's own is ``judged``. Whatever ended the launches gives way to wrong
+        bits, the time limit also to a regression."""
         stronger = {EXIT_WRONG_BITS} | ({EXIT_GATE_MISSED} if self.ended == EXIT_TIME_LIMIT else set())
-        if self.ended == EXIT_OK or (self.ended not in INTERRUPTED and judged in stronger):
+        if self.ended == EXIT_OK or judged in stronger:
             return judged
         return self.ended
 
@@ -123,15 +125,16 @@ def take_pairs(
         return EXIT_OK, []
     except (LaunchFailed, OutOfTime, KeyboardInterrupt, EndingSignal) as stop:
         before, after = map(len, pairs.launches)
-        kept = f"{before} launches before and {after} after were measured" + (f", kept in {kept_in}" if kept_in else "")
+        kept = f"{before} launches before and {after} after were measured"
+        kept += f", kept in {visible(str(kept_in))}" if kept_in else ""
         if isinstance(stop, KeyboardInterrupt | EndingSignal):
             code = exit_code(stop)
             what = f"interrupted by {signal.Signals(code - 128).name}"
             print(f"relaymeter: {what}: {kept}", file=sys.stderr, flush=True)
         else:
-            code, what = stop.exit_code, str(stop).partition("\n")[0]
+            code, what = stop.exit_code, str(stop).partition("\n")[0].removesuffix(":")
             if before and after:
-                print(f"relaymeter: {stop}", file=sys.stderr, flush=True)
+                print(f"relaymeter: {shown(str(stop))}", file=sys.stderr, flush=True)
         if not (before and after):
             raise
         if code == EXIT_TIME_LIMIT and min(before, after) >= asked:
@@ -144,10 +147,10 @@ def _tell_why(pairs: LaunchPairs, taken: int, more: int) -> None:
     from relaymeter.harness.track import judge
 
     found = judge.unsettled(right_ones(pairs.launches[0]), pairs.launches[1])
-    names = [f"{case} {metric}" for case, metric in found]
-    shown = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
+    names = [f"{visible(case)} {metric}" for case, metric in found]
+    some = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
     print(
-        f"{taken} launches a side leave {shown} undecided: {more} more a side, {max(judge.LOOKS)} at most",
+        f"{taken} launches a side leave {some} undecided: {more} more a side, {max(judge.LOOKS)} at most",
         file=sys.stderr,
         flush=True,
     )

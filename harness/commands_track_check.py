@@ -9,21 +9,27 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relaymeter.errors import EXIT_OK, InputError, NothingMeasured
 from relaymeter.harness import emit
 from relaymeter.harness.commands_ranks import check_targets, write_all
 from relaymeter.harness.commands_track_ab import Compared, compare_builds
-from relaymeter.harness.config import nearest
 from relaymeter.harness.options_track import DEFAULT_HISTORY
+from relaymeter.harness.signals import INTERRUPTED, EndingSignal, held_signals
 from relaymeter.harness.track.records import LaunchRecord
+from relaymeter.harness.track.row_texts import visible
 from relaymeter.harness.track.targets import check_history, check_summary
+from relaymeter.harness.track.terminal import errors_shown
 from relaymeter.harness.track.verdicts import Check
 from relaymeter.records import check_target, plain, write_text
 from relaymeter.units import counted
+
+if TYPE_CHECKING:
+    from relaymeter.harness.track.changes import CommitGroup
 
 __all__ = ["check", "show"]
 
@@ -34,14 +40,21 @@ _SUMMARY = "GITHUB_STEP_SUMMARY"
 _FILES = ("junit", "markdown", "action_benchmark", "hud", "otava")
 
 
+@errors_shown()
 def check(args: argparse.Namespace) -> int:
     """Compare, print, write. Returns the exit code: 6 wrong bits, 3 a regression, 5 no baseline, 4 not decided; that of
-    whatever ended the launches early."""
+    whatever ended the launches early, but for wrong bits."""
     _check_outputs(args)
     out = emit.Output(args.json, force=args.force)
     if args.ab is None:
         return _report(args, _against_history(args), out)
-    return _report(args, compare_builds(args), out)
+    compared = compare_builds(args)
+    if compared.ended not in INTERRUPTED:
+        return _report(args, compared, out)
+    code = compared.ended
+    with suppress(KeyboardInterrupt, EndingSignal), held_signals():  # a second signal costs no report
+        code = _report(args, compared, out)
+    return code
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -73,42 +86,54 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 def _against_history(args: argparse.Namespace) -> Compared:
-    """A commit of the history beside another, or beside all before."""
+    """A commit of the history beside another, or beside all before. The commit is chosen first, whatever suites and
+    cases it has: what it lacks of those that were asked for is undecided."""
     from relaymeter.harness.track import history, judge
+    from relaymeter.harness.track.asked import Asked
+    from relaymeter.harness.track.builds import named
+    from relaymeter.harness.track.changes import commit_key
 
-    whole, notes = history.read(args.history or DEFAULT_HISTORY)
-    launches = _asked_for(whole, args)
-    commit, said = _commit(args.commit, launches)
+    path = args.history or DEFAULT_HISTORY
+    whole, notes = history.read(path)
+    if not whole:
+        raise NothingMeasured(f"history {path} has no launch: relaymeter track run adds some")
+    asked = Asked(None if args.suite is None else _suite_name(args.suite), tuple(dict.fromkeys(args.case or ())))
+    asked.refuse_unknown(whole, str(path))
+    commit, said = _commit(args.commit, whole)
+    group = _judged_group(commit, whole)
+    asked.refuse_missing(whole, group)
+    against = args.against if args.against == "history" else _resolved(args.against, whole)
+    base = None if against == "history" else named(against, whole)
+    launches = asked.launches(whole, base)
+    if commit is None and commit_key(launches[-1]) != commit_key(group.launches[0]):
+        commit = _name_of(group)
     found = judge.check_history(
         launches,
-        against=args.against if args.against == "history" else _resolved(args.against, launches),
+        against=against,
         commit=commit,
         allow_mismatch=args.allow_mismatch,
         window=args.window or 1,
         exact_only=args.exact_only,
     )
-    found = replace(found, notes=(*found.notes, *said, *notes))
+    found = asked.told(found, whole, group)
+    lacking = [] if base is None else asked.missing_in(whole, base).values()
+    found = replace(found, notes=(*said, *lacking, *found.notes, *notes))
     return Compared(found, launches, _judged_ones(launches, commit, found))
 
 
-def _asked_for(launches: list[LaunchRecord], args: argparse.Namespace) -> list[LaunchRecord]:
-    """The launches of the suite and with the cases that were asked for. Raises NothingMeasured, InputError."""
-    where = args.history or DEFAULT_HISTORY
-    if args.suite is not None:
-        name = _suite_name(args.suite)
-        launches = [launch for launch in launches if launch.suite == name]
-        if not launches:
-            raise NothingMeasured(f"history {where} has no launch of suite {name}")
-    if args.case:
-        have = list(dict.fromkeys(case.name for launch in launches for case in launch.cases))
-        for name in args.case:
-            if name not in have:
-                raise InputError(f"history {where} has no case {name!r}: {nearest(name, have)}")
-        launches = [
-            replace(launch, cases=tuple(case for case in launch.cases if case.name in args.case)) for launch in launches
-        ]
-        launches = [launch for launch in launches if launch.cases]
-    return launches
+def _judged_group(commit: str | None, whole: Sequence[LaunchRecord]) -> CommitGroup:
+    """The commit of that name; None: that of the last launch. Raises InputError where the history has none."""
+    from relaymeter.harness.track.builds import held_text, named, newest_build
+
+    group = newest_build(whole) if commit is None else named(commit, whole)
+    if group is None:
+        raise InputError(f"the history holds no launch of {commit}: {held_text(whole)}")
+    return group
+
+
+def _name_of(group: CommitGroup) -> str:
+    """The name by which a history finds this commit."""
+    return group.label if group.commit is None else group.commit + ("-dirty" if group.dirty else "")
 
 
 def _suite_name(text: str) -> str:
@@ -120,7 +145,7 @@ def _suite_name(text: str) -> str:
     return text
 
 
-def _commit(asked: str | None, launches: Sequence[LaunchRecord]) -> tuple[str | None, list[str]]:
+def _commit(asked: str | None, whole: Sequence[LaunchRecord]) -> tuple[str | None, list[str]]:
     """The commit to judge and what to say of it: what was asked for, else this checkout's where the history holds it,
     else None: that of the last launch."""
     from relaymeter import __version__
@@ -128,19 +153,21 @@ def _commit(asked: str | None, launches: Sequence[LaunchRecord]) -> tuple[str | 
     from relaymeter.harness.track.launches import checkout
 
     if asked is not None:
-        return _resolved(asked, launches), []
+        return _resolved(asked, whole), []
     here = checkout()
     key = (here.commit, here.dirty, "" if here.commit else __version__)
-    if key not in {commit_key(launch) for launch in launches}:
-        return None, []
+    own = short_name(here.commit, here.dirty, __version__)
+    last = short_name(whole[-1].commit, whole[-1].dirty, whole[-1].version)
+    if key not in {commit_key(launch) for launch in whole}:
+        whose = "this checkout's" if here.commit else "the one that runs here"
+        return None, [
+            f"{last} is judged, which is that of the last launch: the history holds no launch of {own}, {whose} "
+            "(--commit names another)"
+        ]
     said = []
-    if commit_key(launches[-1]) != key:
-        last = short_name(launches[-1].commit, launches[-1].dirty, launches[-1].version)
-        name = short_name(here.commit, here.dirty, __version__)
-        said = [f"{name} is judged, which is this checkout's; the last launch is of {last} (--commit names another)"]
-    if here.commit is None:
-        return short_name(None, here.dirty, __version__), said
-    return here.commit + ("-dirty" if here.dirty else ""), said
+    if commit_key(whole[-1]) != key:
+        said = [f"{own} is judged, which is this checkout's; the last launch is of {last} (--commit names another)"]
+    return (own if here.commit is None else here.commit + ("-dirty" if here.dirty else "")), said
 
 
 def _resolved(text: str, launches: Sequence[LaunchRecord]) -> str:
@@ -206,11 +233,11 @@ def _add_summary(summary_beside: Callable[[int], str]) -> int:
             summary = summary_beside(held)
             if not summary:
                 text = f"it holds {held} bytes already, and GitHub drops one of more than 1 MiB: nothing was added"
-                print(f"relaymeter: --github: {os.environ[_SUMMARY]}: {text}", file=sys.stderr)
+                print(f"relaymeter: --github: {visible(os.environ[_SUMMARY])}: {text}", file=sys.stderr)
                 return InputError.exit_code
             stream.write(summary)
     except OSError as error:
-        print(f"relaymeter: --github: {os.environ[_SUMMARY]}: {error.strerror or error}", file=sys.stderr)
+        print(f"relaymeter: --github: {visible(os.environ[_SUMMARY])}: {error.strerror or error}", file=sys.stderr)
         return InputError.exit_code
     return EXIT_OK
 
@@ -236,6 +263,7 @@ def _document(found: Check, code: int) -> dict[str, Any]:
     }
 
 
+@errors_shown()
 def show(args: argparse.Namespace) -> int:
     """Write the page of a history. Returns the exit code."""
     from relaymeter.harness.track import changes, history, page
@@ -249,7 +277,7 @@ def show(args: argparse.Namespace) -> int:
     found = changes.change_points(launches)
     write_text(args.out, page.page(launches, found), force=args.force)
     for note in notes:
-        print(f"note: {note}")
+        print(f"note: {visible(note)}")
     places = len({(change.case, change.index) for change in found})
-    print(f"page: {args.out} ({len(launches)} launches, {counted(places, 'change')} of a case's times)")
+    print(f"page: {visible(str(args.out))} ({len(launches)} launches, {counted(places, 'change')} of a case's times)")
     return EXIT_OK

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,20 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from relaymeter.errors import EXIT_OK, EXIT_TIME_LIMIT, EXIT_WRONG_BITS, InputError, RelaymeterError, Undecided
-from relaymeter.harness.processes import end_offspring
-from relaymeter.harness.signals import ending_signals
+from relaymeter.errors import (
+    EXIT_OK,
+    EXIT_RANK_LOST,
+    EXIT_TIME_LIMIT,
+    EXIT_WRONG_BITS,
+    InputError,
+    RelaymeterError,
+    Undecided,
+)
+from relaymeter.harness.processes import end_offspring, has_ended
+from relaymeter.harness.signals import INTERRUPTED, ending_signals, held_signals
 from relaymeter.harness.track.ab_sides import Side, this_side
 from relaymeter.harness.track.records import HISTORY_SCHEMA_VERSION, LaunchRecord
+from relaymeter.harness.track.row_texts import visible
 from relaymeter.records import parse_json
 
 __all__ = ["LaunchFailed", "LaunchPairs", "OutOfTime", "launch_side", "turns"]
@@ -107,7 +117,7 @@ class LaunchPairs:
         left = spent / self._taken * (2 * launches - self._taken)
         name = "before" if which == 0 else "after"
         print(
-            f"launch {self._taken} of {2 * launches} ({name}: {self._sides[which].label}) {spent:.0f} s, "
+            f"launch {self._taken} of {2 * launches} ({name}: {visible(self._sides[which].label)}) {spent:.0f} s, "
             f"about {left:.0f} s left",
             file=sys.stderr,
             flush=True,
@@ -117,35 +127,49 @@ class LaunchPairs:
 def launch_side(side: Side, options: Sequence[str]) -> LaunchRecord:
     """One launch of ``side`` in fresh processes. Raises LaunchFailed with what it printed, InputError, Undecided.
 
-    Whatever ends this, the launch is told to end its ranks, and dies with this process.
+    Whatever ends this, the launch is told to end its ranks, and dies with this process. One that a signal killed is a
+    lost rank, and nothing of it stays.
     """
     with tempfile.TemporaryDirectory(prefix="relaymeter-ab-") as folder, ending_signals():
         command = [side.python, "-m", "relaymeter", "track", "run", *options, "--launches", "1"]
         made = Path(folder) / "record.json"
         command += ["--history", str(Path(folder) / "history.jsonl"), "--json", str(made)]
-        path = ["-u", "PYTHONPATH"] if side.path is None else [f"PYTHONPATH={side.path}"]
+        path = ["-u", "PYTHONPATH"] if side.import_path is None else [f"PYTHONPATH={side.import_path}"]
         shim = [sys.executable, "-m", "relaymeter.harness.enter", "--parent", str(os.getpid()), "--", "env", *path]
         with open(Path(folder) / "log", "w+b") as log:
-            process = subprocess.Popen(
-                [*shim, *command], cwd=folder, env=this_side().environment(), stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+            process: subprocess.Popen[bytes] | None = None
             try:
-                process.wait()
+                with held_signals():
+                    process = subprocess.Popen(
+                        [*shim, *command], cwd=folder, env=this_side().environment(), stdin=subprocess.DEVNULL,
+                        stdout=log, stderr=log, start_new_session=True,
+                    )  # fmt: skip
+                code = _exit_code(process)
             except BaseException:
-                _end(process)
+                if process is not None:
+                    with held_signals():  # why: a second one would leave the launch running
+                        _end(process)
                 raise
             log.seek(0)
             lines = log.read().decode("utf-8", "replace").strip().splitlines()
         said = made.read_text(encoding="utf-8", errors="replace") if made.is_file() else ""
-        code = process.returncode
         if code not in (EXIT_OK, EXIT_WRONG_BITS) or not said.strip():
             tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  it printed nothing"
             raise LaunchFailed(
-                f"a launch of {side.label} ended with exit code {code} and gave no record:\n{tail}",
-                code if code > 0 else LaunchFailed.exit_code,
+                f"a launch of {side.label} {_how_it_ended(code)} and gave no record:\n{tail}", _verdict_of(code)
             )
         return _record(said, side)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a launch. Its exit code, below 0 where a signal ended it: then all that it started is ended too."""
+    with suppress(ChildProcessError):  # where children are not waited for (SIGCHLD is ignored)
+        # why: not reaped yet, so that its number is nobody else's
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        if found is not None and found.si_code != os.CLD_EXITED:
+            end_offspring(process.pid)
+            _remove_job_of(process.pid)
+    return process.wait()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -157,6 +181,42 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     end_offspring(process.pid)
     process.kill()
     process.wait()
+    _remove_job_of(process.pid)
+
+
+def _remove_job_of(pid: int) -> None:
+    """Remove the folder of ranks, see ``job_folder``, that the process ``pid`` of this user has left: it was killed."""
+    for folder in Path(tempfile.gettempdir()).glob("relaymeter-????????"):
+        with suppress(OSError, ValueError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with open(os.open(folder / "owner", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as owner:
+                mark = owner.read(200)
+            if mark.split("-")[1:2] == [str(pid)] and has_ended(mark):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _signal_of(code: int) -> int:
+    """The signal that ended a process of this exit code, 0 for none: by itself, or as a shell between reports it."""
+    if code < 0:
+        return -code
+    return code - 128 if code > 128 and code not in INTERRUPTED else 0
+
+
+def _how_it_ended(code: int) -> str:
+    number = _signal_of(code)
+    if not number:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"was killed by {name}" + (" (is there too little memory?)" if number == signal.SIGKILL else "")
+
+
+def _verdict_of(code: int) -> int:
+    """What a command whose launch ended so returns: 7 where a signal killed it."""
+    return EXIT_RANK_LOST if _signal_of(code) else code or LaunchFailed.exit_code
 
 
 def _record(text: str, side: Side) -> LaunchRecord:

@@ -71,10 +71,19 @@ class Side:
     origin: str | None = None
     """The file that its package begins with; None: not known."""
 
+    @property
+    def import_path(self) -> str | None:
+        """PYTHONPATH of its processes, None for none: the side's code first, then what this process was given. A python
+        with a relaymeter of its own is not given folders that hold another one, which would be imported first."""
+        given = [Path(entry).absolute() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        if self.path is None:
+            return os.pathsep.join(str(entry) for entry in given if not (entry / "relaymeter").is_dir()) or None
+        return os.pathsep.join(dict.fromkeys([self.path, *map(str, given)]))
+
     def environment(self) -> dict[str, str]:
-        """What its processes get: this one's environment with the side's code first on the import path."""
+        """What its processes get: this one's environment with the import path of the side."""
         found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return found if self.path is None else {**found, "PYTHONPATH": self.path}
+        return found if self.import_path is None else {**found, "PYTHONPATH": self.import_path}
 
 
 def this_side() -> Side:

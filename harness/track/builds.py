@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from relaymeter.errors import InputError
-from relaymeter.harness.track.changes import CommitGroup, SettingKey, build_key, commit_groups, commit_key, setting_key
+from relaymeter.harness.track.changes import (
+    CommitGroup,
+    SettingKey,
+    build_key,
+    commit_groups,
+    commit_key,
+    committed_at,
+    setting_key,
+)
 from relaymeter.harness.track.records import LaunchRecord
 
 __all__ = [
@@ -21,10 +29,13 @@ __all__ = [
     "named",
     "named_commits",
     "newest_build",
+    "order_note",
     "other_build",
     "other_sessions",
 ]
 
+#: An order that was another than that of the launches is said while it is among so many newest commits.
+_NOTED = 10
 _WHOLE = re.compile(r"[0-9a-f]{40}(-dirty)?")
 
 
@@ -56,10 +67,38 @@ def newest_build(launches: Sequence[LaunchRecord]) -> CommitGroup:
 
 
 def earlier(launches: Sequence[LaunchRecord], judged: CommitGroup) -> list[LaunchRecord]:
-    """The launches of commits that occur for the first time before the judged one."""
+    """The launches of the commits before the judged one, in the order of ``commit_groups``."""
     keys = [build_key(group.launches[0]) for group in commit_groups(launches)]
     before = set(keys[: keys.index(build_key(judged.launches[0]))])
     return [launch for launch in launches if build_key(launch) in before]
+
+
+def order_note(launches: Sequence[LaunchRecord], used: Sequence[LaunchRecord]) -> list[str]:
+    """What to say of a commit, one of those launched last, that was launched after a newer one; else nothing.
+
+    ``launches``: the file. ``used``: those of it that count."""
+    counting = {id(launch) for launch in used}
+    firsts: dict[object, LaunchRecord] = {}
+    for launch in launches:
+        if id(launch) in counting:
+            firsts.setdefault(build_key(launch), launch)
+    found = [group for launch in firsts.values() for group in commit_groups([launch])]
+    times = [committed_at(group) for group in found]
+    whole = all(time is not None for time in times)
+    newest = -1
+    note = []
+    for at, time in enumerate(times):
+        if time is None:
+            continue
+        if newest >= 0 and time < (times[newest] or time):
+            how = "commits are in the order in which they were committed"
+            if not whole:
+                how = "commits are in the order of the file, as not all launches say when theirs was committed"
+            said = f"{found[at].label} was launched after {found[newest].label}, which is the newer commit: {how}"
+            note = [said] if at >= len(found) - _NOTED else []
+        else:
+            newest = at
+    return note
 
 
 def other_build(against: str, judged: CommitGroup, launches: Sequence[LaunchRecord]) -> CommitGroup | None:

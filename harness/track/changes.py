@@ -9,6 +9,9 @@ is a change by itself: 5 launches or more on both sides, a ratio beyond ``at_lea
 p below ``CHANGE_LEVEL`` after correction for all places and rows where one was looked for. Commits that scatter by more
 than their launches explain are held against that scatter, see ``evidence``.
 
+A cut has its place only so far as the launches beside it tell: ``Segments.earliest`` is the first commit at which the
+change may have begun as well.
+
 The newest commit has no place that was looked for: it is also held, by itself, against the launches since the last
 change before it, at ``LATEST_LEVEL`` after correction over the rows. Where they differ, that is a change too, so that
 the page of a history shows what its check says.
@@ -24,6 +27,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 import numpy as np
 
@@ -53,6 +57,7 @@ __all__ = [
     "change_points",
     "commit_groups",
     "commit_key",
+    "committed_at",
     "cut",
     "series_of",
     "setting_key",
@@ -63,6 +68,9 @@ __all__ = [
 CHANGE_LEVEL = 0.01
 #: Below this two-sided p, corrected over the rows, the newest commit differs from those since the last change.
 LATEST_LEVEL = 0.02
+
+#: How many times likelier than another place a cut has to be for that one to be excluded: twice its logarithm.
+_EXCLUDED = 2 * math.log(20)
 
 #: Suite, machine and configuration: what launches of one series share.
 SettingKey = tuple[str, str, str]
@@ -116,6 +124,9 @@ class Series:
     """Of the commits that have it, among all groups."""
     groups: tuple[tuple[float, ...], ...]
     """Per such commit the launches' medians, above 0."""
+    days: tuple[frozenset[str], ...]
+    """Per such commit the days on which it was launched, in UTC. Where all launches are of one day, its sessions
+    instead."""
 
     @property
     def higher_is_better(self) -> bool:
@@ -152,13 +163,30 @@ class Segments:
         ends = (0, *self.cuts, len(self.series.groups))
         return ends[at], ends[at + 1], ends[at + 2]
 
-    def returns(self, first: int, place: int, end: int) -> int:
-        """How many commits before ``place`` were as slow as those from there to ``end``, against those from ``first``
-        on, and came back: see ``evidence.returns``."""
+    def returns(self, before: tuple[int, int], after: tuple[int, int], end: int) -> int:
+        """How many commits up to ``end`` were as slow as those of ``after``, against those of ``before``, and came
+        back: see ``evidence.returns``."""
         series = self.series
-        base, after = series.launches(first, place), series.launches(place, end)
-        earlier = series.groups[:place]
-        return returns(earlier, base, after, *self.noise, higher_is_better=series.higher_is_better)
+        return returns(
+            series.groups[:end],
+            series.launches(*before),
+            series.launches(*after),
+            *self.noise,
+            days=series.days[:end],
+            own_days=len(frozenset().union(*series.days[slice(*after)])),
+            higher_is_better=series.higher_is_better,
+        )
+
+    def earliest(self, first: int, place: int, end: int) -> int | None:
+        """The first position at which the series from ``first`` to ``end`` may as well be cut as at ``place``; None
+        where this is the only one, so that its commit can be named."""
+        logs = [np.log(group) for group in self.series.groups[first:end]]
+        counts = np.cumsum([len(group) for group in logs])
+        sums = np.cumsum([float(group.sum()) for group in logs])
+        left, right = counts[:-1], counts[-1] - counts[:-1]
+        apart = (sums[:-1] / left - (sums[-1] - sums[:-1]) / right) ** 2 * left * right / counts[-1]
+        alike = np.flatnonzero(apart > apart[place - first - 1] - _EXCLUDED * self.noise[0]) + first + 1
+        return int(alike[0]) if len(alike) > 1 else None
 
 
 def short_name(commit: str | None, dirty: bool, version: str) -> str:
@@ -183,30 +211,47 @@ def setting_key(launch: LaunchRecord) -> SettingKey:
 
 
 def commit_groups(launches: Sequence[LaunchRecord]) -> list[CommitGroup]:
-    """The launches by build, in the order in which each first occurs."""
+    """The launches by build, in the order in which each was committed; where that is not known of all, in the order in
+    which each first occurs."""
     found: dict[tuple[str | None, bool, str, str], list[LaunchRecord]] = {}
     for launch in launches:
         found.setdefault(build_key(launch), []).append(launch)
-    return [
+    groups = [
         CommitGroup(label=short_name(commit, dirty, version), commit=commit, dirty=dirty, launches=tuple(group))
         for (commit, dirty, version, _), group in found.items()
     ]
+    known = [time for time in map(committed_at, groups) if time is not None]
+    if len(known) < len(groups):
+        return groups
+    return [group for _, group in sorted(zip(known, groups, strict=True), key=lambda pair: pair[0])]
+
+
+def committed_at(group: CommitGroup) -> datetime | None:
+    """When a build was committed, None where its launches do not say."""
+    found = group.launches[0].commit_utc
+    return datetime.fromisoformat(found.replace("Z", "+00:00")) if found else None
 
 
 def series_of(groups: Mapping[int, Sequence[LaunchRecord]]) -> list[Series]:
     """Every timed metric of every case in launches by index of their commit. Launches in which bits were wrong, or a
     median that is not above 0, are left out."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    days: dict[tuple[str, str], dict[int, set[str]]] = {}
+    dates = {launch.utc[:10] for launches in groups.values() for launch in launches}
     for index, launches in groups.items():
         for launch in launches:
             for case in launch.cases:
                 for metric in case.samples if case.ok else ():
                     value = case.median(metric)
                     if value is not None and value > 0:
-                        found.setdefault((case.name, metric), {}).setdefault(index, []).append(value)
+                        key = case.name, metric
+                        found.setdefault(key, {}).setdefault(index, []).append(value)
+                        # why: within one day, nothing but the commits and their sessions is there to be counted
+                        day = launch.utc[:10] if len(dates) > 1 else f"{index} {launch.session_id}"
+                        days.setdefault(key, {}).setdefault(index, set()).add(day)
     return [
-        Series(case, metric, tuple(commits), tuple(tuple(values) for values in commits.values()))
-        for (case, metric), commits in found.items()
+        Series(*key, tuple(commits), tuple(map(tuple, commits.values())), tuple(map(frozenset, days[key].values())))
+        for key, commits in found.items()
     ]
 
 
@@ -222,7 +267,10 @@ def cut(series: Sequence[Series], *, at_least: float) -> list[Segments]:
             ends = [0, *cuts, len(one.groups)]
             pairs = [one.pair(*bounds) for bounds in zip(ends, ends[1:], ends[2:], strict=False)]
             alone = [t_test(pair, variance, freedom) for pair in pairs]
-            findings = [finding(pair, p, min(1.0, p * places)) for pair, p in zip(pairs, alone, strict=True)]
+            findings = [
+                finding(pair, (variance, freedom), p, min(1.0, p * places))
+                for pair, p in zip(pairs, alone, strict=True)
+            ]
             weak = [at for at, pair in enumerate(pairs) if not _holds(pair, findings[at], at_least)]
             if not weak:
                 break
@@ -248,12 +296,13 @@ def _with_latest(found: Sequence[Segments], at_least: float) -> list[Segments]:
         one, last = found[at], len(found[at].series.groups) - 1
         if last in one.cuts:
             latest = one.findings[-1]
-            if one.returns(begins[at], last, last + 1):
+            if one.returns((begins[at], last), (last, last + 1), last):
                 one = replace(one, cuts=one.cuts[:-1], findings=one.findings[:-1])
             whole[at] = replace(one, latest=latest)
-        elif latest.p_value < LATEST_LEVEL and latest.beyond(at_least) and not one.returns(begins[at], last, last + 1):
-            cuts, findings = (*one.cuts, last), (*one.findings, latest)
-            whole[at] = replace(one, cuts=cuts, findings=findings, latest=latest)
+        elif latest.p_value < LATEST_LEVEL and latest.beyond(at_least):
+            if not one.returns((begins[at], last), (last, last + 1), last):
+                one = replace(one, cuts=(*one.cuts, last), findings=(*one.findings, latest))
+            whole[at] = replace(one, latest=latest)
         else:
             whole[at] = replace(one, latest=latest)
     return whole

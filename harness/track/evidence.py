@@ -5,22 +5,24 @@ medians: the launch is the unit of evidence, its iterations are not.
 
 - Ratio: the median of the ratios of every launch after to every launch before (Hodges and Lehmann 1963): with few
   launches it lies nearer to the truth than the ratio of the two medians, from which it may differ a little.
-- Interval (95 %): the exact inversion of the Mann-Whitney test of a shift, around that ratio. Three launches a side
-  never reach 95 % in it, so that three can never decide.
+- Interval (95 %): the exact inversion of the Mann-Whitney test of a shift, around that ratio, and as wide as the noise
+  of the test below makes it where that is wider: what the test cannot see, the interval does not exclude. Three
+  launches a side never reach 95 % in it, so that three can never decide.
 - Test: Student's t with each row's variance drawn towards what all rows of the run have in common (moderated t, Smyth
   2004, doi 10.2202/1544-6115.1027), then Holm's correction over the rows. Why not Mann-Whitney for the test too: with 5
   launches a side its smallest p is 1/126, so that a run of 20 rows can either not be corrected for its 20 tests (2 to 5
   of 100 unchanged runs raise an alarm) or never decide. ``python -m relaymeter.harness.bench --only track`` has the
   rates of both. The rows share their launches, and Holm's correction holds for any dependence between them.
 - Where commits of a history differ from their neighbours by more than their launches explain (F test, p < .1), the
-  commit is the unit of evidence instead: a day on which everything was slow is one event.
+  commit is the unit of evidence instead: a day on which everything was slow is one event. With fewer than 4 commits
+  nobody can tell how far they differ: 3 % is assumed.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -56,12 +58,18 @@ _MOST_EXACT_PAIRS = 2500
 _COMMITS_DIFFER = 0.1
 #: With fewer commits the spread between them cannot be told.
 _LEAST_COMMITS = 4
-#: A stretch of at most so many commits that came back is a few days of the machine. A longer one is a level.
+#: How far commits are taken to differ (of the logarithm) where they are too few to tell, and to what degree of freedom.
+_ASSUMED_SCATTER, _ASSUMED_FREEDOM = 0.03, 100
+#: A stretch of at most so many days is a few days of the machine. What stays for longer is a level.
 _LONGEST_STRETCH = 3
+#: Launches that a stretch needs: a single slow launch is no slow day.
+_LEAST_OF_STRETCH = 3
 #: A commit was as slow as another one from this share of its slow-down (of the logarithm) on.
 _AS_SLOW = 0.75
 #: Two-sided p, corrected for all commits before, below which one of them was another day.
 _ANOTHER_DAY = 0.05
+#: Below this quantile lies all but one tail of an interval of 95 %.
+_TAIL = 0.975
 #: Degrees of freedom that stand for a known variance.
 _MANY = 1e6
 
@@ -172,8 +180,13 @@ def spread_of(groups: Groups, *, ordered: bool = False) -> Spread:
     inner = sum(len(group) - 1 for group in logs)
     within = sum((value - mean) ** 2 for group, mean in zip(logs, means, strict=True) for value in group)
     spread = Spread(max(within / inner, _LEAST_VARIANCE) if inner else _LEAST_VARIANCE, inner)
-    if not ordered or len(logs) < _LEAST_COMMITS:
+    if not ordered:
         return spread
+    if len(logs) < _LEAST_COMMITS:
+        if not inner or len(logs) < 2:
+            return spread
+        each = len(logs) / sum(1 / len(group) for group in logs)
+        return Spread(spread.within, inner, spread.within + each * _ASSUMED_SCATTER**2, _ASSUMED_FREEDOM)
     steps = [
         (second - first) ** 2 / (1 / len(one) + 1 / len(other))
         for first, second, one, other in zip(means, means[1:], logs, logs[1:], strict=False)
@@ -245,17 +258,22 @@ def returns(
     variance: float,
     freedom: float,
     *,
+    days: Sequence[Collection[str]] | None = None,
+    own_days: int = 1,
     higher_is_better: bool = False,
 ) -> int:
     """How many of the ``earlier`` commits (launches, above 0, in order) were as slow as ``after``, in stretches of a
-    few commits that began at the level of ``base`` and came back to it. Such a history says that a machine has slow
+    few days that began at the level of ``base`` and came back to it. Such a history says that a machine has slow
     days: that ``after`` is slow is then no sign of a change. 0 where it is not slower than ``base``, or one is empty.
 
     As slow: by three quarters of the slow-down at least, and beyond chance or as far beyond it as ``after`` is, for the
     ``variance`` of a launch's logarithm with ``freedom`` degrees. What began before the history, or lasted longer, is a
-    level, which may come again.
+    level, which may come again. So is ``after`` where its launches are of more days than that: 0.
+
+    ``days``: of each earlier commit those on which it was launched; None: each on a day of its own. ``own_days``: on
+    how many ``after`` was.
     """
-    if not base or not after or not freedom:
+    if not base or not after or not freedom or own_days > _LONGEST_STRETCH:
         return 0
     sign = -1 if higher_is_better else 1
     low, high = (sign * statistics.median(map(math.log, side)) for side in (base, after))
@@ -270,14 +288,18 @@ def returns(
     steps = [chance(group) for group in earlier]
     limit = max(own, _ANOTHER_DAY / max(1, len(steps)))
     slow = [step > _AS_SLOW * (high - low) and p_value <= limit for step, p_value in steps]
-    found = length = 0
+    found = 0
     whole = False
-    for now in slow:
-        if not now:
-            found += length if whole and length <= _LONGEST_STRETCH else 0
-            whole, length = True, 0
-        else:
-            length += 1
+    stretch: list[int] = []
+    for at, now in enumerate(slow):
+        if now:
+            stretch.append(at)
+            continue
+        lasted = len({day for one in stretch for day in (days[one] if days else (str(one),))})
+        launches = sum(len(earlier[one]) for one in stretch)
+        if whole and lasted <= _LONGEST_STRETCH and launches >= _LEAST_OF_STRETCH:
+            found += len(stretch)
+        whole, stretch = True, []
     return found
 
 
@@ -308,12 +330,22 @@ def compare(pairs: Sequence[Pair], spreads: Sequence[Spread] | None = None) -> l
     """
     if spreads is None:
         spreads = [spread_of((pair.before, pair.after)) for pair in pairs]
-    alone = [t_test(pair, *found) for pair, found in zip(pairs, noise(spreads), strict=True)]
-    return [finding(pair, p, corrected) for pair, p, corrected in zip(pairs, alone, holm(alone), strict=True)]
+    noises = noise(spreads)
+    alone = [t_test(pair, *own) for pair, own in zip(pairs, noises, strict=True)]
+    rows = zip(pairs, noises, alone, holm(alone), strict=True)
+    return [finding(pair, own, p, corrected) for pair, own, p, corrected in rows]
 
 
-def finding(pair: Pair, alone: float, corrected: float) -> Finding:
-    """The ratio of a pair and its interval beside the p values of its row."""
+def finding(pair: Pair, own: tuple[float, float], alone: float, corrected: float) -> Finding:
+    """The ratio of a pair and its interval beside the p values of its row. ``own``: its noise, as ``noise`` has it; the
+    interval is at least as wide as that of the test which this noise is for, so that the two do not gainsay each
+    other."""
     sides = (pair.after, pair.before) if pair.higher_is_better else (pair.before, pair.after)
-    low, high = shift_interval(*sides) or (None, None)
-    return Finding(ratio=shift_of(*sides), low=low, high=high, alone=alone, p_value=corrected)
+    ratio, ends, (variance, freedom) = shift_of(*sides), shift_interval(*sides), own
+    if ends is None or not freedom:
+        return Finding(ratio=ratio, low=None, high=None, alone=alone, p_value=corrected)
+    wide = math.sqrt(variance * (1 / len(pair.before) + 1 / len(pair.after)))
+    # why: an interval without end says no more than one of a millionfold
+    reach = math.exp(min(float(special.stdtrit(freedom, _TAIL)) * wide, math.log(1e6)))
+    low, high = min(ends[0], ratio / reach), max(ends[1], ratio * reach)
+    return Finding(ratio=ratio, low=low, high=high, alone=alone, p_value=corrected)

@@ -38,17 +38,19 @@ from relaymeter.records import dump_json
 __all__ = ["action_benchmark", "hud", "otava_config", "otava_csv"]
 
 _ATTRIBUTES = ("commit", "version", "session", "launch")
+#: What a spreadsheet takes for the beginning of a formula.
+_FORMULA = ("=", "+", "-", "@")
 
 
 def action_benchmark(check: Check) -> str:
     """The JSON of github-action-benchmark's tool ``customSmallerIsBetter``: an array of ``name``, ``unit``, ``value``,
     ``range``, ``extra``, a row each.
 
-    One file, one direction: the action takes every entry of a file for better where it is smaller. So a rate is written
-    as the seconds that a byte takes (``.../moved_bytes_per_s as s_per_byte``, unit ``s/B``): a bandwidth that rises
-    from 100 to 120 falls here, and raises no alarm. Counts and bytes are in it as they are: the action alarms where
-    they grow, while the check fails where they differ at all. A digest is no number and is left out, and so is a value
-    of 0 that would have to be turned round.
+    One file, one direction: the action takes every entry of a file for better where it is smaller. So a rate is
+    written as the seconds that a byte takes (``.../moved_bytes_per_s as s_per_byte``, unit ``s/B``): a bandwidth that
+    rises from 100 to 120 falls here, and raises no alarm. Counts and bytes are in it as they are: the action alarms
+    where they grow, as the check does, which fails also where ``bytes_total`` shrinks. A digest is no number and is
+    left out, and so is a value of 0 that would have to be turned round.
     """
     wrong = _wrong_cases(check)
     found = []
@@ -160,20 +162,27 @@ def otava_csv(
     For a history: two builds launched by turns are no series. Otava knows one series a file and takes no gap. So the
     lines are those of the suite, machine and configuration of ``judged`` (by default the newest launch), and of them
     the ones that measured all that the newest did, with every bit in place. ``mismatch``: in what the sides of the
-    check differ; where they do, each line has it in a column of that name.
+    check differ; where they do, each line has it in a column of that name. A name or text that a spreadsheet would take
+    for a formula begins with an escape: ``\\x3dSUM``.
     """
     found = _series(launches, judged)
-    stamp = [" ".join(map(visible, mismatch))] if mismatch else []
+    stamp = [_cell(" ".join(mismatch))] if mismatch else []
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     columns = list(_columns(found[-1])) if found else []
-    writer.writerow(["time", *_ATTRIBUTES, *(["mismatch"] if stamp else []), *map(visible, columns)])
+    writer.writerow(["time", *_ATTRIBUTES, *(["mismatch"] if stamp else []), *map(_cell, columns)])
     for launch in found:
         values = _columns(launch)
         commit = (launch.commit or "") + ("-dirty" if launch.dirty else "")
         about = [launch.utc, commit, launch.version, launch.session_id]
-        writer.writerow([*map(visible, about), launch.launch, *stamp, *(repr(values[name]) for name in columns)])
+        writer.writerow([*map(_cell, about), launch.launch, *stamp, *(repr(values[name]) for name in columns)])
     return stream.getvalue()
+
+
+def _cell(text: str) -> str:
+    """A text as a cell, which no spreadsheet calculates."""
+    found = visible(text)
+    return f"\\x{ord(found[0]):02x}{found[1:]}" if found.startswith(_FORMULA) else found
 
 
 def otava_config(launches: Sequence[LaunchRecord], csv_name: str) -> str:
@@ -184,7 +193,7 @@ def otava_config(launches: Sequence[LaunchRecord], csv_name: str) -> str:
              "    time_column: time", f"    attributes: [{', '.join(_ATTRIBUTES)}]", "    metrics:"]  # fmt: skip
     for column in _columns(found[-1]) if found else {}:
         better = metric_of(column.rpartition("/")[2]).better
-        name = json.dumps(visible(column))
+        name = json.dumps(_cell(column))
         lines += [f"      {name}:", f"        column: {name}", f"        direction: {1 if better == 'higher' else -1}"]
         lines.append("        scale: 1")
     return "\n".join(lines) + "\n"

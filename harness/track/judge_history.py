@@ -2,14 +2,20 @@
 
 ``check_history(launches, against="1a2b3c4" | "history")``.
 
-Against a commit: its launches and those of the judged commit, as they are.
+Against a commit: its launches and those of the judged commit, and no others.
 
 Against the ``history``: the judged commit against what came before it, so that what fails is the commit that made the
 change and no later one. Times: its launches against those since the last change before it, by the same change points as
 ``changes`` gives to the page. Exact metrics: its value against that of the commit before it. A change that began at an
-earlier commit is a note (``since 1a2b3c4d5, 2 commits ago``), no verdict; with a ``window`` of N, a change that began
+earlier commit is a note (``since 1a2b3c4d5 (2 commits ago)``), no verdict; with a ``window`` of N, a change that began
 at one of the N newest commits fails for as long as it is among them: for histories with few launches a commit, in which
-a change of a time only comes to light some commits later. There the newest commits of the window are judged together.
+a change of a time only comes to light some commits later. Each change in the window is judged against what was before
+it, and the newest commits against what was before the window: the worst decides. Where the newest commit has too few
+launches by itself, those of the window are judged together, and by themselves where they are slower than the rest. A
+commit is named only where it is separated from those beside it, else it is ``among the newest 5 commits``.
+
+Commits are in the order in which they were committed where all launches say so, else in that of the file. What was
+launched late, as in a bisection, is said.
 
 Times are held against launches of the same machine, exact metrics against those of all, see ``sides.base_of``.
 Launches of a changed checkout (dirty) count only as the judged build, those of one session: nothing tells whether two
@@ -17,8 +23,8 @@ sessions had the same changes. What was measured before and is not any more is u
 or within the window, and a note after that.
 
 A history cannot see what an interleaved A/B sees: a machine that is slower today than on all other days looks like a
-change. Where a few commits before were as slow, and the next ones were not, the row is undecided: see
-``evidence.returns``.
+change. Where the commits of a few days before were as slow, and the next ones were not, the row is undecided, until the
+slow commits are of more days than that: see ``evidence.returns``.
 """
 
 from __future__ import annotations
@@ -34,14 +40,15 @@ from relaymeter.harness.track.builds import (
     named,
     named_commits,
     newest_build,
+    order_note,
     other_build,
     other_sessions,
 )
 from relaymeter.harness.track.changes import LATEST_LEVEL, CommitGroup, Segments, commit_groups, cut, series_of
-from relaymeter.harness.track.evidence import MIN_LAUNCHES
+from relaymeter.harness.track.evidence import MIN_LAUNCHES, shift_of, spread_of, t_test
 from relaymeter.harness.track.records import LaunchRecord
 from relaymeter.harness.track.row_texts import headline
-from relaymeter.harness.track.row_verdicts import Value
+from relaymeter.harness.track.row_verdicts import SUSPECT, Value
 from relaymeter.harness.track.sides import (
     Base,
     Both,
@@ -54,6 +61,7 @@ from relaymeter.harness.track.sides import (
     wrong_bits,
 )
 from relaymeter.harness.track.verdicts import Check, Verdict
+from relaymeter.harness.track.wrong_base import right_ones, unheld
 from relaymeter.units import counted
 
 __all__ = ["check_history", "named_commits"]
@@ -81,7 +89,7 @@ def check_history(
 ) -> Check:
     """The verdict upon ``commit``, as ``named_commits`` has it: by default that of the last launch.
 
-    ``against``: another commit, or ``history``: all that occur for the first time before it. ``window``: how many of
+    ``against``: another commit, or ``history``: all before it. ``window``: how many of
     the newest commits fail where a change began at them. ``exact_only``: without times.
 
     Where the commit was launched in several settings (suite, machine, configuration), each is judged by itself. The
@@ -111,6 +119,7 @@ def check_history(
         old = [one for one in before if label or one.suite == suite]
         base = base_of(old, newest.launches, allowed=allow_mismatch)
         notes = [*base.mismatch.values(), *base.notes, *([_NO_TIMES] if exact_only else [])]
+        notes += [] if label else order_note(launches, [*old, *newest.launches])
         found = _judged(newest, base, old, label, notes, said, at_least, window, exact_only)
         checks.append(found)
     at = min(range(len(checks)), key=lambda at: _gravity(checks[at]))  # the first of those that are as grave
@@ -149,10 +158,13 @@ def _judged(
     exact_only: bool,
 ) -> Check:
     """The verdict upon launches of one setting. ``label``: of the commit that they are held against; empty: all."""
-    right, told = _right_ones(base)
-    notes += told if before else [said]
+    right = replace(base, times=tuple(right_ones(base.times)), exact=tuple(right_ones(base.exact)))
+    left_out = [f"{case}: {text}: left out" for case, text in wrong_bits(base.exact, "the base").items()]
+    notes += left_out if before else [said]
     rows = pair_up(right, newest.launches, exact_only=exact_only)
-    if before and not label:
+    if label:
+        rows = [one if one.exact else _of_two_commits(one) for one in rows]
+    elif before:
         groups = [*commit_groups(right.exact), newest]
         label = groups[0].label if len(groups) == 2 else f"the {counted(len(groups) - 1, 'commit')} before"
         if not right.exact:
@@ -161,7 +173,7 @@ def _judged(
         notes += told
     wrong = wrong_bits(newest.launches, newest.label)
     found = judged(rows, wrong, level=LATEST_LEVEL, at_least=at_least, hint=_MORE)
-    return Check(
+    check = Check(
         suite=newest.launches[-1].suite,
         kind="history",
         before=side_of(base.times or base.exact or before, label) if before else None,
@@ -170,33 +182,33 @@ def _judged(
         mismatch=tuple(base.mismatch),
         notes=(*notes, *found.notes),
     )
+    return unheld(check, base.times, base.exact)
 
 
-def _right_ones(base: Base) -> tuple[Base, list[str]]:
-    """The base without the cases in which bits were wrong: no baseline, and no fault of what is checked."""
-    wrong = wrong_bits(base.exact, "the base")
-
-    def kept(launches: Sequence[LaunchRecord]) -> tuple[LaunchRecord, ...]:
-        return tuple(replace(launch, cases=tuple(case for case in launch.cases if case.ok)) for launch in launches)
-
-    right = replace(base, times=kept(base.times), exact=kept(base.exact))
-    return right, [f"{case}: {text}: left out" for case, text in wrong.items()]
+def _of_two_commits(one: Both) -> Both:
+    """A time with the spread that two commits of other days are taken to have."""
+    before, after = (tuple(map(float, side)) for side in (one.before, one.after))
+    if min((*before, *after), default=0.0) <= 0 or not before or not after:
+        return one
+    return replace(one, spread=spread_of((before, after), ordered=True))
 
 
 def _over_time(
     rows: Sequence[Both], groups: Sequence[CommitGroup], base: Base, at_least: float, window: int
 ) -> tuple[list[Both], list[str]]:
-    """The rows of the last of ``groups`` against what came before it, and notes of earlier changes."""
+    """The rows of the last of ``groups`` against what came before it, several times where changes within the window are
+    judged by themselves, and notes of earlier changes."""
     machines = {launch.machine_id for launch in base.times}
     kept = {at: [one for one in group.launches if one.machine_id in machines] for at, group in enumerate(groups)}
     kept[len(groups) - 1] = list(groups[-1].launches) if machines else []
     wanted = {(one.case, one.metric) for one in rows}
-    timed: dict[Key, Both] = {}
+    timed: dict[Key, list[Both]] = {}
     notes = []
-    for segments in cut(series_of(kept), at_least=at_least):
-        both, said = _newest_of(segments, groups, window)
-        timed[both.case, both.metric] = both
-        notes += said if (both.case, both.metric) in wanted else []
+    series = cut(series_of(kept), at_least=at_least)
+    for segments in series:
+        key = segments.series.case, segments.series.metric
+        timed[key], said = _timed(segments, groups, window, len(series), at_least)
+        notes += said if key in wanted else []
     exact = _by_row({at: values_of(group.launches) for at, group in enumerate(groups)})
     times = _by_row({at: values_of(launches) for at, launches in kept.items()})
     cases = {case.name for launch in groups[-1].launches for case in launch.cases}
@@ -204,20 +216,20 @@ def _over_time(
     found = []
     for one in rows:
         key = (one.case, one.metric)
-        held, said = one, []
+        held, said = [one], []
         if one.refused:
             pass
         elif not one.after and (at := _dropped_at((exact if one.exact else times).get(key, {}), groups, kept, one)):
             if len(groups) - 1 - at >= window:
                 dropped.setdefault((one.case, at), []).append(one.metric)
                 continue
-            held = replace(one, since=_since(at, groups))
+            held = [replace(one, since=_since(at, groups))]
         elif one.exact:
             held, said = _exact_of(one, exact.get(key, {}), groups, window)
         else:
-            held = timed.get(key, one)
+            held = timed.get(key, held)
         notes += said
-        found.append(held)
+        found += held
     for (case, at), metrics in dropped.items():
         if len(groups) - 1 - at <= _NOTED:
             what = f"{case}: {', '.join(metrics)}" if case in cases else case
@@ -252,68 +264,142 @@ def _since(index: int, groups: Sequence[CommitGroup]) -> str:
     return f"since {groups[index].label}" + (f" ({counted(ago, 'commit')} ago)" if ago else "")
 
 
-def _newest_of(segments: Segments, groups: Sequence[CommitGroup], window: int) -> tuple[Both, list[str]]:
-    """What of a series is held against what, and notes of changes that are not."""
+def _begun(segments: Segments, bounds: tuple[int, int, int], groups: Sequence[CommitGroup]) -> str:
+    """Since when a change is there: since its commit where this is separated from those beside it, else among how many
+    commits it began."""
+    indexes, earliest = segments.series.indexes, segments.earliest(*bounds)
+    if earliest is None:
+        return _since(indexes[bounds[1]], groups)
+    return _among(len(groups) - indexes[earliest])
+
+
+def _among(commits: int) -> str:
+    return f"among the newest {counted(commits, 'commit')}"
+
+
+def _both(
+    segments: Segments, before: tuple[int, int], after: tuple[int, int], since: str = "", p_value: float | None = None
+) -> Both:
+    """What a series measured at two stretches of commits, positions in its groups."""
     series = segments.series
-    newest, count = len(groups) - 1, len(series.groups)
-    has_newest = series.indexes[-1] == newest
-    reported = None
-    if segments.cuts and newest - series.indexes[segments.cuts[-1]] < window:
-        reported = len(segments.cuts) - 1
-    notes = []
-    for at, found in enumerate(segments.findings):
-        index = series.indexes[segments.cuts[at]]
-        if at != reported and newest - index <= _NOTED:
-            what = f"{found.ratio:.2f}x slower" if found.ratio > 1 else f"{1 / found.ratio:.2f}x faster"
-            notes.append(f"{series.case}: {series.metric} is {what} {_since(index, groups)}: not this commit's change")
-    last = count - 1 if has_newest else count
-    begin, place = max((cut for cut in segments.cuts if cut < last), default=0), last
-    since, p_value = "", segments.latest.p_value if segments.latest else None
-    if reported is not None:
-        begin, place, _ = segments.bounds(reported)
-        since, p_value = _since(series.indexes[place], groups), segments.findings[reported].p_value
-    elif has_newest and len(series.groups[-1]) < MIN_LAUNCHES:
-        # why: with few launches a commit, those of the window together are what can be judged
-        while place - 1 > begin and newest - series.indexes[place - 1] < window:
-            place -= 1
-        if place < last:
-            since, p_value = _since(series.indexes[place], groups), None
     doubt = ""
-    if has_newest and (slow := segments.returns(begin, place, count)):
+    if slow := segments.returns(before, after, after[0]):
         doubt = (
-            f"{slow} of the {counted(place, 'commit')} before were as slow, and the next ones were not: a slow day of "
-            "the machine looks the same: add launches on another day, or compare with --ab"
+            f"{slow} of the {counted(after[0], 'commit')} before were as slow, and the next ones were not: a slow day "
+            "of the machine looks the same: add launches on other days, or compare with --ab"
         )
-    return (
-        Both(
-            case=series.case,
-            metric=series.metric,
-            doubt=doubt,
-            before=series.launches(begin, place),
-            after=series.launches(place, count) if has_newest else (),
-            since=since,
-            spread=segments.spread,
-            p_value=p_value,
-        ),
-        notes,
+    return Both(
+        case=series.case,
+        metric=series.metric,
+        doubt=doubt,
+        before=series.launches(*before),
+        after=series.launches(*after),
+        since=since,
+        spread=segments.spread,
+        p_value=p_value,
     )
 
 
-def _exact_of(one: Both, values: Held, groups: Sequence[CommitGroup], window: int) -> tuple[Both, list[str]]:
-    """An exact metric of the newest commit against its value at the commit before, or before it changed last where
-    that was within the window, and a note of an earlier change."""
+def _timed(
+    segments: Segments, groups: Sequence[CommitGroup], window: int, rows: int, at_least: float
+) -> tuple[list[Both], list[str]]:
+    """What of a series is held against what, of which the worst decides, and notes of changes before the window.
+    ``rows``: how many series are judged."""
+    series, cuts = segments.series, segments.cuts
+    newest, count = len(groups) - 1, len(series.groups)
+    last, since_last = count - 1, segments.latest.p_value if segments.latest else None
+    within = [at for at, place in enumerate(cuts) if newest - series.indexes[place] < window]
+    notes = []
+    for at, said in enumerate(segments.findings):
+        if at not in within and newest - series.indexes[cuts[at]] <= _NOTED:
+            what = f"{said.ratio:.2f}x slower" if said.ratio > 1 else f"{1 / said.ratio:.2f}x faster"
+            begun = _begun(segments, segments.bounds(at), groups)
+            notes.append(f"{series.case}: {series.metric} is {what} {begun}: not this commit's change")
+    level = cuts[-1] if cuts else 0
+    if series.indexes[-1] != newest:
+        return [_both(segments, (level, count), (count, count))], notes
+    found = []
+    first, place, _ = segments.bounds(within[0]) if within else (0, 0, 0)
+    if len(within) > 1:
+        at = _lasting(segments, (first, place), within, at_least)
+        begun = _begun(segments, segments.bounds(at), groups)
+        found.append(_both(segments, (first, place), (level, count), begun))
+    end = count
+    if window > 1 and len(series.groups[last]) < MIN_LAUNCHES:
+        if (apart := _apart(segments, groups, window, rows, at_least)) is not None:
+            end = apart
+            found.append(_both(segments, (level, end), (end, count), _among(newest + 1 - series.indexes[end])))
+        if not within:
+            # why: with few launches a commit, those of the window together are what can be judged
+            place = next(at for at in range(count) if newest - series.indexes[at] < window)
+            place = min(max(place, level + 1), last)
+            since = _among(newest + 1 - series.indexes[place]) if place < last else ""
+            found.append(_both(segments, (level, place), (place, count), since, since_last if place == last else None))
+    elif level < last or not cuts:
+        found.append(_both(segments, (level, last), (last, count), "", since_last))
+    for at in reversed(within):
+        first, place, stop = segments.bounds(at)
+        p_value = segments.findings[at].p_value if stop < count or end == count else None
+        one = _both(
+            segments, (first, place), (place, min(stop, end)), _begun(segments, (first, place, stop), groups), p_value
+        )
+        # why: a few slow days that are over are no change
+        found += [one] if stop == count or not segments.returns((first, place), (place, stop), count) else []
+    return found, notes
+
+
+def _lasting(segments: Segments, before: tuple[int, int], within: Sequence[int], at_least: float) -> int:
+    """Number of the cut, one of those ``within``, since which all are slower than ``before``; else the last one."""
+    found = within[-1]
+    for at in reversed(within):
+        _, place, end = segments.bounds(at)
+        base, after = segments.series.launches(*before), segments.series.launches(place, end)
+        sides = (after, base) if segments.series.higher_is_better else (base, after)
+        if shift_of(*sides) <= at_least:
+            break
+        found = at
+    return found
+
+
+def _apart(segments: Segments, groups: Sequence[CommitGroup], window: int, rows: int, at_least: float) -> int | None:
+    """From which position on the newest commits, of fewer launches than decide, are slower than those since the last
+    change, beyond the chance of all such places and rows; None where they are not."""
+    series, newest = segments.series, len(groups) - 1
+    level = segments.cuts[-1] if segments.cuts else 0
+    count = len(series.groups)
+    places = [
+        at
+        for at in range(level + 1, count)
+        if newest - series.indexes[at] < window and len(series.launches(at, count)) < MIN_LAUNCHES
+    ]
+    chances = {}
+    for at in places:
+        pair = series.pair(level, at, count)
+        sides = (pair.after, pair.before) if pair.higher_is_better else (pair.before, pair.after)
+        if shift_of(*sides) > at_least:
+            chances[at] = t_test(pair, *segments.noise)
+    likely = [at for at, chance in chances.items() if chance * len(places) * rows < SUSPECT]
+    return min(likely, key=chances.__getitem__, default=None)
+
+
+def _exact_of(one: Both, values: Held, groups: Sequence[CommitGroup], window: int) -> tuple[list[Both], list[str]]:
+    """An exact metric of the newest commit against its value before it changed first in the window, and each change in
+    the window by itself, or else against the commit before; and a note of an earlier change."""
     held = [(at, found) for at, found in values.items() if found]
     if len(held) < 2 or not one.after:
-        return one, []
-    place = len(held) - 1
-    while place and set(held[place - 1][1]) == set(held[place][1]):
-        place -= 1
-    index, newest = held[place][0], len(groups) - 1
-    before = replace(one, before=held[-2][1])
-    if not place or newest - index > max(_NOTED, window - 1):
+        return [one], []
+    newest = len(groups) - 1
+    steps = [at for at in range(1, len(held)) if set(held[at - 1][1]) != set(held[at][1])]
+    within = [at for at in steps if newest - held[at][0] < window]
+    if within:
+        first = within[0]
+        found = [replace(one, before=held[first - 1][1], since=_since(held[first][0], groups))]
+        for at in reversed(within if len(within) > 1 else []):
+            since = _since(held[at][0], groups)
+            found.append(replace(one, before=held[at - 1][1], after=held[at][1], since=since))
+        return found, []
+    before = [replace(one, before=held[-2][1])]
+    if not steps or newest - held[steps[-1]][0] > _NOTED:
         return before, []
-    since = _since(index, groups)
-    if newest - index < window:
-        return replace(one, before=held[place - 1][1], since=since), []
-    old, new = held[place - 1][1][-1], held[place][1][-1]
-    return before, [f"{one.case}: {one.metric} is {new}, not {old}, {since}: not this commit's change"]
+    index, old, new = held[steps[-1]][0], held[steps[-1] - 1][1][-1], held[steps[-1]][1][-1]
+    return before, [f"{one.case}: {one.metric} is {new}, not {old}, {_since(index, groups)}: not this commit's change"]

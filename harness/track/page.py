@@ -190,7 +190,7 @@ def _exact_tag(metric: str, step: ExactChange) -> str:
     if step.worse is None:
         return f'<span class="tag other">\u25c6 {"other bits" if metric == "digest" else "varies"}</span>'
     before, after = (float(values[0]) for values in (step.before, step.after))
-    kind, sign = ("worse", "\u25b2") if step.worse else ("better", "\u25bc")
+    kind, sign = "worse" if step.worse else "better", "\u25b2" if after > before else "\u25bc"
     share = f"{100 * (after / before - 1):+.3g}%" if before else f"{after - before:+.0f}"
     return f'<span class="tag {kind}">{sign} {share}</span>'
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from relaymeter.harness.track.changes import Change, CommitGroup, SettingKey, commit_groups, setting_key
-from relaymeter.harness.track.records import CaseRecord, LaunchRecord
+from relaymeter.harness.track.records import CaseRecord, LaunchRecord, metric_of
 
 __all__ = ["CaseView", "ExactChange", "ExactView", "MetricView", "Setting", "Spot", "settings_of"]
 
@@ -57,22 +57,25 @@ class ExactChange:
 
     index: int
     """Which of ``commit_groups(launches)`` the commit is, as of ``Change``."""
+    metric: str
     spot: Spot
     before: Exact
     after: Exact
 
     @property
     def worse(self) -> bool | None:
-        """Whether there is more of it now; None of a digest, and where launches of a commit differ."""
+        """Whether there is more of it now, or less of what a move must have; None of a digest, and where launches of a
+        commit differ."""
         numbers = [value for value in (*self.before, *self.after) if isinstance(value, int)]
         if len(self.before) != 1 or len(self.after) != 1 or len(numbers) != 2:
             return None
-        return numbers[1] > numbers[0]
+        return numbers[1] > numbers[0] or not metric_of(self.metric).fewer_is_better
 
 
 @dataclass(frozen=True)
 class ExactView:
-    """One exact metric of one case: its value now, and every commit at which it became another one."""
+    """One exact metric of one case: its value now, and every commit at which it became another one. As in a check,
+    launches of a changed checkout and those with wrong bits do not count, but where there are no others."""
 
     metric: str
     now: Exact
@@ -192,13 +195,20 @@ def _case(
 
 def _exact(metric: str, groups: Sequence[Measured]) -> ExactView:
     now: Exact = ()
+    shown: Exact = ()
     changes = []
     for index, group, cases in groups:
-        values: Exact = tuple(dict.fromkeys(case.exact[metric] for case in cases if metric in case.exact))
+        taken = [case for case in cases if metric in case.exact]
+        shown = _values(metric, taken) or shown
+        values = () if group.dirty else _values(metric, [case for case in taken if case.ok])
         if values and now and set(values) != set(now):
-            changes.append(ExactChange(index, _spot(group, (), 0), now, values))
+            changes.append(ExactChange(index, metric, _spot(group, (), 0), now, values))
         now = values or now
-    return ExactView(metric, now, tuple(changes))
+    return ExactView(metric, now or shown, tuple(changes))
+
+
+def _values(metric: str, cases: Iterable[CaseRecord]) -> Exact:
+    return tuple(dict.fromkeys(case.exact[metric] for case in cases))
 
 
 def _spot(group: CommitGroup, values: tuple[float, ...], wrong: int) -> Spot:

@@ -30,11 +30,13 @@ Better = Literal["lower", "higher", "equal"]
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number of a case means: its unit, and which way is better; ``equal``: any difference counts."""
+    """What a number of a case means: its unit, and which way is better; ``equal``: it repeats exactly."""
 
     name: str
     unit: str
     better: Better
+    fewer_is_better: bool = True
+    """Of a count that repeats exactly; False: it is part of what was asked for, and fewer is a fault too."""
 
 
 _METRICS = {
@@ -47,7 +49,7 @@ _METRICS = {
         Metric("plan_s", "s", "lower"),
         Metric("digest_s", "s", "lower"),
         Metric("moved_bytes_per_s", "B/s", "higher"),
-        Metric("bytes_total", "B", "equal"),
+        Metric("bytes_total", "B", "equal", fewer_is_better=False),
         Metric("bytes_cross_node", "B", "equal"),
         Metric("bytes_in_node", "B", "equal"),
         Metric("messages", "", "equal"),

@@ -46,7 +46,7 @@ RATIO = (
 _HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp", "Cn")
 #: Letters of a digest or revision that a table shows.
 _LETTERS = 12
-_SINCE = re.compile(r"since [^,]*")
+_SINCE = re.compile(r"(?:since|among the newest) [^,]*")
 #: What a text repeats of the columns.
 _NUMBERS = re.compile(r": \d[\d.]*x, 95 % [\d.-]+, [\w ]*launch(?:es)?(?=:|$)")
 

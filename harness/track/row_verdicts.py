@@ -36,7 +36,7 @@ class Timed:
     launches: tuple[int, int]
     finding: Finding
     since: str = ""
-    """Of a change in a history: ``since 1a2b3c4d5 (2 commits ago)``."""
+    """Of a change in a history: ``since 1a2b3c4d5 (2 commits ago)``, or ``among the newest 5 commits``."""
     doubt: str = ""
     """Why a slow-down of it need not be a change."""
 
@@ -145,8 +145,9 @@ def _whole_text(row: Timed) -> str:
 
 
 def exact_row(row: Exact) -> Row:
-    """The verdict upon an exact metric. Digests that differ, between the sides or within one, are wrong bits. A count
-    that differs within the base is inconclusive; else more of it is a regression, less an improvement."""
+    """The verdict upon an exact metric. Digests that differ, between the sides or within the new one, are wrong bits;
+    counts that do are a regression, or where the new side has fewer an improvement, but for what a move must have
+    (``Metric.fewer_is_better``). A base that differs within itself is no measure: the row is inconclusive."""
     before, after = list(dict.fromkeys(row.before)), list(dict.fromkeys(row.after))
     counts = (len(row.before), len(row.after))
     verdict, text = _judge_exact(row, before, after, counts)
@@ -156,9 +157,10 @@ def exact_row(row: Exact) -> Row:
 def _judge_exact(row: Exact, before: list[Value], after: list[Value], counts: tuple[int, int]) -> tuple[Verdict, str]:
     since = f" {row.since}" if row.since else ""
     if row.metric == "digest":
-        for name, values in (("base", before), ("new side", after)):
-            if len(values) > 1:
-                return "wrong bits", f"the launches of the {name} differ: {_few(values)}{since}"
+        if len(after) > 1:
+            return "wrong bits", f"the launches of the new side differ: {_few(after)}{since}"
+        if len(before) > 1:
+            return "inconclusive", f"the launches of the base differ, though this repeats exactly: {_few(before)}"
         if before != after:
             return "wrong bits", f"the digest differs: {_few([*before, *after])}{since}"
         return "ok", f"equal, {_launches(counts)}"
@@ -174,9 +176,11 @@ def _judge_exact(row: Exact, before: list[Value], after: list[Value], counts: tu
     old, new = before[0], after[0]
     if not isinstance(old, int) or not isinstance(new, int):
         return "regression", f"differs: {old} and {new}{since}"
-    unit = metric_of(row.metric).unit
+    metric = metric_of(row.metric)
+    unit = metric.unit
     share = f", {100 * (new / old - 1):+.3g}%" if old else ""
-    verdict: Literal["regression", "improvement"] = "regression" if new > old else "improvement"
+    better = new < old and metric.fewer_is_better
+    verdict: Literal["regression", "improvement"] = "improvement" if better else "regression"
     return verdict, f"{abs(new - old):,}{unit and ' ' + unit} {'more' if new > old else 'fewer'}{share}{since}"
 
 

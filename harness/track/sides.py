@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from relaymeter.harness.track.evidence import MIN_LAUNCHES, Finding, Pair, Spread, compare, spread_of
 from relaymeter.harness.track.records import CaseRecord, LaunchRecord, metric_of
 from relaymeter.harness.track.row_verdicts import Exact, Timed, Value, bare_row, exact_row, timed_row
-from relaymeter.harness.track.verdicts import Row, Side
+from relaymeter.harness.track.verdicts import Row, Side, severity
 from relaymeter.units import counted
 
 __all__ = [
@@ -63,7 +63,7 @@ class Both:
     before: tuple[float | Value, ...]
     after: tuple[float | Value, ...]
     since: str = ""
-    """Of a change in a history: ``since 1a2b3c4d5 (2 commits ago)``."""
+    """Of a change in a history: ``since 1a2b3c4d5 (2 commits ago)``, or ``among the newest 5 commits``."""
     doubt: str = ""
     """Why a slow-down in it need not be a change."""
     spread: Spread | None = None
@@ -200,7 +200,7 @@ def side_of(launches: Sequence[LaunchRecord], label: str) -> Side:
 
 
 def judged(both: Sequence[Both], wrong: dict[str, str], *, level: float, at_least: float, hint: str) -> Judged:
-    """The rows of one check.
+    """The rows of one check. Where ``both`` has a row several times, the worst decides, the first among equals.
 
     ``wrong``: by case, what to say of bits that did not arrive. ``level``: the corrected two-sided p below which a
     change of a time counts. ``hint``: how to take more launches, for people.
@@ -210,54 +210,55 @@ def judged(both: Sequence[Both], wrong: dict[str, str], *, level: float, at_leas
         if one.case in exact and one.exact:
             exact[one.case].append(one)
     rows: dict[Key, Row] = {(case, "digest"): _wrong_row(case, text, exact[case]) for case, text in wrong.items()}
+    given = set(rows)
     notes = []
+
+    def say(row: Row) -> None:
+        key = row.case, row.metric
+        rows[key] = min(rows.get(key, row), row, key=lambda one: severity(one.verdict))
+
     known = any(one.before or one.refused for one in both)
     tested: list[Both] = []
     for one in both:
         key, counts = (one.case, one.metric), (len(one.before), len(one.after))
-        if key in rows:
+        if key in given:
             continue
         if one.refused:
             values = {"before": _middle(one.before), "after": _middle(one.after), "launches": counts}
-            rows[key] = bare_row(*key, "inconclusive", one.refused, **values)  # type: ignore[arg-type]
+            say(bare_row(*key, "inconclusive", one.refused, **values))  # type: ignore[arg-type]
         elif not one.after:
             text = f"missing on the new side {one.since}".rstrip()
             text = text if one.case not in wrong else "no launch with the right bits"
-            rows[key] = bare_row(*key, "inconclusive", text, before=_middle(one.before), launches=counts)
+            say(bare_row(*key, "inconclusive", text, before=_middle(one.before), launches=counts))
         elif not one.before:
             text = "new: there is nothing to hold it against"
             verdict = "ok" if known else "no baseline"
-            rows[key] = bare_row(*key, verdict, text, after=_middle(one.after), launches=counts)  # type: ignore[arg-type]
+            say(bare_row(*key, verdict, text, after=_middle(one.after), launches=counts))  # type: ignore[arg-type]
             if known:
                 notes.append(f"{one.case}: {one.metric} is new: there is nothing to hold it against")
         elif one.exact:
             before = [value for value in one.before if not isinstance(value, float)]
             after = [value for value in one.after if not isinstance(value, float)]
-            rows[key] = exact_row(Exact(case=one.case, metric=one.metric, before=before, after=after, since=one.since))
+            say(exact_row(Exact(case=one.case, metric=one.metric, before=before, after=after, since=one.since)))
         elif min(_numbers(one.before)) <= 0 or min(_numbers(one.after)) <= 0:
-            rows[key] = _not_above_zero(one, counts)
+            say(_not_above_zero(one, counts))
         else:
             tested.append(one)
     enough = [one for one in tested if min(len(one.before), len(one.after)) >= MIN_LAUNCHES]
     few = [one for one in tested if min(len(one.before), len(one.after)) < MIN_LAUNCHES]
     findings = _findings(enough)
     for one, found in (*zip(enough, findings, strict=True), *zip(few, _findings(few), strict=True)):
-        rows[one.case, one.metric] = timed_row(
-            Timed(
-                case=one.case,
-                metric=one.metric,
-                before=statistics.median(_numbers(one.before)),
-                after=statistics.median(_numbers(one.after)),
-                launches=(len(one.before), len(one.after)),
-                finding=found,
-                since=one.since,
-                doubt=one.doubt,
-            ),
-            level=level,
-            at_least=at_least,
-            rows=len(enough),
-            hint=hint,
+        timed = Timed(
+            case=one.case,
+            metric=one.metric,
+            before=statistics.median(_numbers(one.before)),
+            after=statistics.median(_numbers(one.after)),
+            launches=(len(one.before), len(one.after)),
+            finding=found,
+            since=one.since,
+            doubt=one.doubt,
         )
+        say(timed_row(timed, level=level, at_least=at_least, rows=len(enough), hint=hint))
     order = dict.fromkeys((one.case, one.metric) for one in both)
     order = dict.fromkeys((*(key for key in rows if key not in order), *order))
     keys = tuple((one.case, one.metric) for one in enough)

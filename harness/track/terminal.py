@@ -1,12 +1,17 @@
-"""A check on the terminal: ``lines(check)``, the verdict first, then ``tables(check)``, the worst rows first. Pure."""
+"""A check on the terminal: ``lines(check)``, the verdict first, then ``tables(check)``, the worst rows first. Pure.
+
+``shown(text)`` is any text of several lines as a terminal may show it; ``errors_shown()`` makes errors of that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.table import Table
 from rich.text import Text
 
+from relaymeter.errors import RelaymeterError
 from relaymeter.harness.emit import simple_table
 from relaymeter.harness.track.row_texts import (
     RATIO,
@@ -22,7 +27,7 @@ from relaymeter.harness.track.row_texts import (
 from relaymeter.harness.track.verdicts import Check, Row
 from relaymeter.units import counted
 
-__all__ = ["lines", "tables"]
+__all__ = ["errors_shown", "lines", "shown", "tables"]
 
 _STYLES = {
     "wrong bits": "bold white on red",
@@ -101,3 +106,18 @@ def lines(check: Check) -> list[str]:
         found.append("next: relaymeter track run at another commit, or with another version, and check again")
         found.append("a history that is not to be committed belongs into .gitignore: .relaymeter/")
     return found + [f"note: {visible(note)}" for note in check.notes]
+
+
+def shown(text: str) -> str:
+    """``text`` with its lines as they are, and escapes for all else that a terminal could take for a command."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+@contextmanager
+def errors_shown() -> Iterator[None]:
+    """What an error of the block says, as ``shown`` has it: names in it come from options, histories, other builds."""
+    try:
+        yield
+    except RelaymeterError as error:
+        error.args = (shown(str(error)), *error.args[1:])
+        raise

@@ -18,7 +18,7 @@ from relaymeter.errors import (
 )
 from relaymeter.harness.track.records import metric_of
 
-__all__ = ["Check", "Row", "Side", "Verdict"]
+__all__ = ["Check", "Row", "Side", "Verdict", "severity"]
 
 #: From the worst down: the order of rows in every output.
 Verdict = Literal["wrong bits", "regression", "no baseline", "inconclusive", "improvement", "ok"]
@@ -31,6 +31,11 @@ _EXITS = {
     "improvement": EXIT_OK,
     "ok": EXIT_OK,
 }
+
+
+def severity(verdict: Verdict) -> int:
+    """0 of the worst verdict, more of a better one. Pure."""
+    return _ORDER.index(verdict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,7 @@ class Check:
     def worst_first(self) -> tuple[Row, ...]:
         """The rows, the worst verdict first and the largest ratio first among equals."""
         return tuple(
-            sorted(self.rows, key=lambda row: (_ORDER.index(row.verdict), -(row.ratio or 1.0), row.case, row.metric))
+            sorted(self.rows, key=lambda row: (severity(row.verdict), -(row.ratio or 1.0), row.case, row.metric))
         )
 
     def counts(self) -> Mapping[Verdict, int]:

@@ -1,7 +1,8 @@
-"""An A/B whose base moved wrong bits. Pure; no torch import.
+"""A check whose base moved wrong bits. Pure; no torch import.
 
 Wrong bits of the base are no fault of the change, which may well be what mends them: ``right_ones(before)`` is what of
-the base counts, and ``told(check, before)`` the check with what to say of the rest.
+the base counts, and ``told(check, before)`` the A/B with what to say of the rest; ``unheld(check, times, exact)`` of
+any check only the rows that have no right value of the base.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from relaymeter.harness.track.records import LaunchRecord, metric_of
 from relaymeter.harness.track.sides import wrong_bits
 from relaymeter.harness.track.verdicts import Check, Row
 
-__all__ = ["right_ones", "told"]
+__all__ = ["right_ones", "told", "unheld"]
 
 _UNTIMED = "the base's bits were wrong in every launch: its times do not count"
 _UNHELD = "the base's bits were wrong in every launch: there is nothing to hold it against"
@@ -30,18 +31,33 @@ def told(check: Check, before: Sequence[LaunchRecord]) -> Check:
     wrong = wrong_bits(before, "the base")
     if not wrong:
         return check
-    right = {case.name for launch in before for case in launch.cases if case.ok}
-    never = {name for name in wrong if name not in right}
+    never = _never(before)
     said = [
         f"WRONG BITS ON THE BASE: {name}: {text}: "
         + ("nothing of it counts" if name in never else "those launches do not count")
         for name, text in wrong.items()
     ]
-    kept = [
-        note for note in check.notes if not (note.partition(":")[0] in never and "there is nothing to hold" in note)
-    ]
-    rows = tuple(_row(row) if row.case in never else row for row in check.rows)
-    return replace(check, rows=rows, notes=(*said, *kept))
+    check = unheld(check, before, before)
+    return replace(check, notes=(*said, *check.notes))
+
+
+def unheld(check: Check, times: Sequence[LaunchRecord], exact: Sequence[LaunchRecord]) -> Check:
+    """The check of ``right_ones`` of the base, of which ``times`` and ``exact`` are what its times and its exact
+    metrics are held against. Of a case that was never right in them a time is undecided, and an exact metric is the
+    change's own."""
+    never = {False: _never(times), True: _never(exact)}
+    unsaid = never[False] | never[True]
+    kept = tuple(
+        note for note in check.notes if not (note.partition(":")[0] in unsaid and "there is nothing to hold" in note)
+    )
+    rows = tuple(_row(row) if row.case in never[metric_of(row.metric).better == "equal"] else row for row in check.rows)
+    return replace(check, rows=rows, notes=kept)
+
+
+def _never(before: Sequence[LaunchRecord]) -> set[str]:
+    """The cases of which no launch had the right bits."""
+    cases = [case for launch in before for case in launch.cases]
+    return {case.name for case in cases} - {case.name for case in cases if case.ok}
 
 
 def _row(row: Row) -> Row:

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from relaymeter.errors import InputError, Undecided
+from relaymeter.harness.processes import state_of
+from relaymeter.harness.signals import EndingSignal
 from relaymeter.harness.track import ab, ab_sides
 from relaymeter.harness.track.ab import LaunchFailed, LaunchPairs, OutOfTime, launch_side, turns
 from relaymeter.harness.track.ab_sides import (
@@ -157,8 +160,91 @@ def test_a_side_s_own_code_is_launched_in_an_empty_folder(tmp_path: Path, monkey
     arguments, folder, files, path = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert arguments[:6] == ["track", "run", "--suite", "/s.toml", "--launches", "1"]
     assert arguments[-2] == "--json"
-    assert (files, path) == (["log"], str(tmp_path / "base" / "src"))
+    assert (files, path) == (["log"], f"{tmp_path / 'base' / 'src'}:/nowhere")
     assert not Path(folder).exists()
+
+
+def test_a_side_imports_its_own_code_first_and_then_what_the_command_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "relaymeter").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", f"/site{os.pathsep}{os.pathsep}mine")
+    base, other = replace(_side("base"), path="/base/src"), _side("python")
+    assert base.import_path == f"/base/src:/site:{tmp_path}/mine"
+    assert other.import_path == "/site", "no relaymeter but its own"
+    assert [side.environment().get("PYTHONPATH") for side in (base, other)] == [base.import_path, "/site"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert (base.import_path, other.import_path) == ("/base/src", None)
+    assert "PYTHONPATH" not in other.environment()
+
+
+KILLED = """import os, signal, subprocess, sys, tempfile
+folder = os.path.join(tempfile.gettempdir(), 'relaymeter-abcd1234')
+os.mkdir(folder)
+start = open('/proc/self/stat').read().rpartition(')')[2].split()[19]
+open(os.path.join(folder, 'owner'), 'w').write(f"{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}-{start}")
+rank = subprocess.Popen(['sleep', '60'])
+open(os.environ['SEEN'], 'w').write(str(rank.pid))
+print('it was here', flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_launch_that_is_killed_is_a_lost_rank_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    side = replace(_side("base"), path=str(_stub(tmp_path / "base", KILLED) / "src"))
+    with pytest.raises(LaunchFailed) as failed:
+        launch_side(side, [])
+    assert failed.value.exit_code == 7
+    how = "a launch of base was killed by SIGKILL (is there too little memory?) and gave no record:\n  it was here"
+    assert str(failed.value) == how
+    assert list(place.iterdir()) == []
+    assert _wait(lambda: not _runs(int((tmp_path / "seen").read_text(encoding="utf-8"))))
+
+
+def _runs(pid: int) -> bool:
+    return bool(state_of(pid).strip("ZX"))
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "how"),
+    [
+        (-9, 7, "was killed by SIGKILL (is there too little memory?)"),
+        (137, 7, "was killed by SIGKILL (is there too little memory?)"),
+        (-11, 7, "was killed by SIGSEGV"),
+        (-62, 7, "was killed by signal 62"),
+        (130, 130, "ended with exit code 130"),
+        (124, 124, "ended with exit code 124"),
+        (0, 1, "ended with exit code 0"),
+    ],
+)
+def test_how_a_launch_ended_is_told_and_judged(code: int, verdict: int, how: str) -> None:
+    assert (ab._verdict_of(code), ab._how_it_ended(code)) == (verdict, how)
+
+
+def test_a_second_signal_does_not_cut_the_end_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    def end(_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        ended.append(True)
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=0))
+    monkeypatch.setattr(ab, "_exit_code", interrupted)
+    monkeypatch.setattr(ab, "_end", end)
+    with pytest.raises(EndingSignal):
+        launch_side(_side("this"), [])
+    assert ended == [True]
 
 
 def test_wrong_bits_of_a_launch_are_a_record_like_any_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,8 +16,9 @@ from track_launches import case, launch, side
 
 from relaymeter.errors import InputError
 from relaymeter.harness.cli import main
+from relaymeter.harness.commands_track_ab import Compared
 from relaymeter.harness.signals import EndingSignal
-from relaymeter.harness.track import ab, ab_sides, history, judge, launches
+from relaymeter.harness.track import ab, ab_sides, history, judge, launches, terminal
 from relaymeter.harness.track.records import LaunchRecord
 from relaymeter.harness.track.suite import suite_path
 from relaymeter.harness.track.targets import check_history, check_summary
@@ -62,11 +64,103 @@ def test_the_commit_of_the_checkout_is_judged_where_the_history_holds_it(
     assert main(asked) == 3
     said = " ".join(capsys.readouterr().out.split())
     assert "bbbbbbbbb is judged, which is this checkout's; the last launch is of ccccccccc" in said
-    for other in ("c", "e", None):
+    for other, line in (
+        ("c", ""),
+        ("e", "note: ccccccccc is judged, which is that of the last launch: the history holds no launch of eeeeeeeee"),
+        (None, "the history holds no launch of version "),
+    ):
         at(other)
         assert main(asked) == 0
-        assert "is judged" not in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert line in said and ("is judged" in said) == bool(line)
     assert main([*asked, "--window", "2"]) == 3
+
+
+def _two(commit: str, *names: str, move_s: float = 1.0, suite: str = "ci") -> list[LaunchRecord]:
+    """Launches of the cases of these names."""
+    cases = [case(name, samples={"move_s": [move_s]}) for name in names]
+    return [replace(launch(*cases, commit=commit, number=number), suite=suite) for number in range(1, 6)]
+
+
+LATER = _two("d", "other", move_s=1.5)
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "code", "line"),
+    [
+        ([], ["--case", "k"], 4, "relaymeter: ccccccccc has no launch with case k: the newest"),
+        ([], ["--case", "k", "--commit", "cccc", "--undecided-ok"], 4, "the newest commit that has one is bbbbbbbbb"),
+        ([], ["--case", "k", "--commit", "bbbb"], 3, ""),
+        ([], ["--case", "k", "--case", "other"], 4, "note: ccccccccc has no launch with case k: the newest"),
+        ([], ["--case", "k", "--case", "other", "--undecided-ok"], 4, ""),
+        (LATER, ["--case", "k", "--case", "other", "--undecided-ok"], 4, "note: ddddddddd has no launch with case k"),
+        (LATER, ["--case", "other"], 0, ""),
+        (_two("d", "k", suite="own"), ["--suite", "ci"], 4, "ddddddddd has no launch of suite ci: the newest"),
+        (_two("d", "k", suite="own"), ["--suite", "own", "--commit", "cccc"], 4, "ccccccccc has no launch of suite"),
+        ([], ["--commit", "eeee"], 2, "the history holds no launch of eeee: it holds aaaaaaaaa, bbbbbbbbb, ccccccccc"),
+    ],
+)  # fmt: skip
+def test_a_commit_that_lacks_what_was_asked_for_is_undecided_and_no_older_one_is_judged_instead(
+    more: list[LaunchRecord], options: list[str], code: int, line: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(launches, "checkout", lambda: launches.Checkout("f" * 40, None, False))
+    held = [_two("a", "k", "other"), _two("b", "k", "other", move_s=1.5), _two("c", "other", move_s=1.5)]
+    path = _kept(tmp_path / "h.jsonl", *held, more)
+    assert main(["track", "check", "--history", path, "--against", "history", *options]) == code
+    assert line in "".join(capsys.readouterr())
+
+
+def test_of_a_changed_checkout_an_earlier_session_that_has_the_suite_is_judged_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sessions = [
+        [replace(one, dirty=True, session_id=suite) for one in _two("b", "k", suite=suite)] for suite in ("ci", "own")
+    ]
+    path = _kept(tmp_path / "h.jsonl", _two("a", "k"), *sessions)
+    asked = ["track", "check", "--history", path, "--against", "history", "--suite"]
+    line = "note: the newest session of bbbbbbbbb-dirty has none of that: an earlier one is judged"
+    assert main([*asked, "ci"]) == 0
+    assert line in capsys.readouterr().out
+    assert main([*asked, "own"]) == 5
+    assert line not in capsys.readouterr().out
+
+
+def test_a_base_that_lacks_what_was_asked_for_is_no_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _kept(tmp_path / "h.jsonl", _two("a", "k"), _two("b", "other"), _two("c", "k"))
+    assert main(["track", "check", "--history", path, "--against", "bbbb", "--case", "k"]) == 5
+    assert "bbbbbbbbb has no launch with case k: the newest commit that has one is ccccccccc" in capsys.readouterr().out
+
+
+def test_launches_of_an_older_commit_that_end_the_file_of_a_suite_do_not_stand_in(tmp_path: Path) -> None:
+    """The judged commit was launched in the suite that is asked for, an older one later than that, and it last."""
+    late = [_two("b", "k"), _two("a", "k", move_s=0.5), _two("b", "k", suite="own")]
+    path = _kept(tmp_path / "h.jsonl", _two("a", "k", move_s=0.5), *late)
+    asked = ["track", "check", "--history", path, "--against", "history", "--suite", "ci", "--json"]
+    assert main([*asked, str(tmp_path / "c")]) == 3
+    assert json.loads((tmp_path / "c").read_text(encoding="utf-8"))["after"]["commit"] == "b" * 40
+
+
+def test_what_options_and_histories_say_is_shown_and_not_obeyed(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    red, kept = "\x1b[31mred", tmp_path / "h.jsonl"
+    foreign = [replace(one, commit=None, version=red) for one in _two("a", "k")]
+    path = _kept(kept, foreign, _two("b", "k"))
+    asked = ["track", "check", "--history", path]
+    for options in (
+        ["--against", red + "s"], ["--against", "history", "--commit", red + "s"], ["--against", "cc"], ["--ab", red],
+        ["--against", "history", "--suite", red], ["--against", "history", "--case", red],
+        ["--against", "history", "--junit", f"{red}/none/j"],
+    ):  # fmt: skip
+        main(asked[:2] + options if "--ab" in options else asked + options)
+        said = "".join(capsys.readouterr())
+        assert "\x1b" not in said and "\\x1b[31m" in said, options
+    _launched(monkeypatch, _raises(3, ab.LaunchFailed(f"a launch ended:\n  {red}", 7)))
+    assert main(["track", "check", "--ab", base]) == 7
+    assert "a launch ended:\n  \\x1b[31mred\n" in capsys.readouterr().err
 
 
 def test_a_case_of_a_history_and_exact_metrics_alone_are_judged_where_asked(
@@ -135,7 +229,7 @@ def _raises(at: int, error: BaseException) -> Callable[[int], None]:
     [
         (7, KeyboardInterrupt(), 1.0, 130),
         (7, EndingSignal(143), 1.5, 143),
-        (7, ab.LaunchFailed("a launch of this ended with exit code 7\n  what it said", 7), 1.0, 7),
+        (7, ab.LaunchFailed("a launch of this ended with exit code 7 and gave no record:\n  what it said", 7), 1.0, 7),
         (7, ab.LaunchFailed("a launch of this ended with exit code 124", 124), 1.0, 124),
         (7, ab.OutOfTime("time limit"), 1.0, 124),
     ],
@@ -153,6 +247,7 @@ def test_what_was_measured_before_an_a_b_was_ended_is_reported(
     assert "judged by 3 and 4 launches of 5 a side" in document["notes"][0]
     said = capsys.readouterr()
     assert "ended early" in said.out
+    assert ":)" not in document["notes"][0]
     name = {130: "SIGINT", 143: "SIGTERM"}.get(code)
     line = f"relaymeter: interrupted by {name}: 3 launches before and 4 after were measured\n"
     assert name is None or line in said.err
@@ -160,6 +255,25 @@ def test_what_was_measured_before_an_a_b_was_ended_is_reported(
     _launched(monkeypatch, _raises(1, error))
     assert main(["track", "check", "--ab", base, "--json", "d.json"]) == code
     assert not Path("d.json").exists(), "one side alone is nothing to report"
+
+
+def test_a_second_signal_costs_no_report(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lines(_: object) -> list[str]:
+        signal.raise_signal(signal.SIGTERM)
+        return []
+
+    _launched(monkeypatch, _raises(2, KeyboardInterrupt()))
+    monkeypatch.setattr(terminal, "lines", lines)
+    assert main(["track", "check", "--ab", base, "--json", "c.json"]) == 130
+    assert json.loads(Path("c.json").read_text(encoding="utf-8"))["exit_code"] == 130
+
+
+@pytest.mark.parametrize("ended", [129, 130, 143, 7, 124, 1])
+def test_wrong_bits_are_6_whatever_ended_an_a_b(ended: int) -> None:
+    found = judge.check_ab(_flawed([8] * 5), _flawed([8, 7, 8, 8, 8], "b"), labels=("base", "this"))
+    compared = Compared(found, (), (), ended)
+    assert compared.exit_code(found.exit_code(warn_only=True)) == 6
+    assert [compared.exit_code(code) for code in (0, 3, 4)] == [ended, 3 if ended == 124 else ended, ended]
 
 
 def test_a_time_limit_after_as_many_launches_as_were_asked_for_leaves_the_verdict(

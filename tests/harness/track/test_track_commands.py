@@ -9,8 +9,10 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.table import Table
 
 from relaymeter.harness.cli import build_parser, main
 from relaymeter.harness.track import history
@@ -200,6 +202,30 @@ def test_every_report_is_written_of_one_check(
     assert max(map(len, values)) == 6, "of the newest commit's launches alone"
     assert len(Path("o").read_text(encoding="utf-8").splitlines()) == 13
     assert main([*asked, *files]) == 2, "nothing is replaced without --force"
+
+
+def test_a_run_that_is_interrupted_between_launches_says_wrong_bits_with_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from relaymeter.harness import commands_track
+
+    taken = _side("a", 1.0)
+
+    def measure(number: int, _: float) -> tuple[int, LaunchRecord]:
+        if number > passed:
+            raise KeyboardInterrupt
+        return 0, taken[number - 1]
+
+    plan = SimpleNamespace(hint=None, measure=measure, suite=SimpleNamespace(name="ci"), machine_id="m")
+    monkeypatch.setattr(commands_track, "plan_launches", lambda *_, **__: plan)
+    monkeypatch.setattr(commands_track, "_table", lambda _: Table())
+    asked = ["track", "run", "--history", str(tmp_path / "h")]
+    for passed, code in ((0, 130), (2, 130), (3, 6)):
+        taken[2] = replace(taken[2], cases=(replace(taken[2].cases[0], digest_passed=1),))
+        assert main(asked) == code
+        said = capsys.readouterr()
+        assert f"SIGINT: {passed} of 5 launches were measured" in said.err
+        assert said.out.startswith("WRONG BITS: k") == (code == 6)
 
 
 def test_show_writes_the_page_of_a_history(

@@ -113,7 +113,7 @@ def test_launches_that_repeat_to_the_last_bit_decide_and_do_not_crash() -> None:
     for rows in (1, 20):
         found = compare([slower, *[same] * (rows - 1)])
         assert found[0].p_value < 1e-6
-        assert (found[0].low, found[0].high) == pytest.approx((1.1, 1.1))
+        assert (found[0].low, found[0].high) == pytest.approx((1.1, 1.1), rel=1e-5)
         assert all(one.p_value == 1 and one.ratio == 1 for one in found[1:])
 
 
@@ -138,7 +138,11 @@ def test_the_spread_between_commits_is_not_told_of_three_nor_moved_by_a_change()
     rng = np.random.default_rng(5)
     groups = [np.exp(rng.normal(size=5) * 0.02) for _ in range(40)]
     stepped = [group * (1.5 if at >= 20 else 1.0) for at, group in enumerate(groups)]
-    assert spread_of(groups[:3], ordered=True).between_freedom == 0
+    alone = spread_of(groups[:3])
+    few = spread_of(groups[:3], ordered=True)
+    assert few.between == pytest.approx(alone.within + 5 * 0.03**2), "3 % is assumed"
+    assert spread_of([group[:1] for group in groups[:3]], ordered=True).between_freedom == 0
+    assert spread_of(groups[:1], ordered=True).between_freedom == 0
     assert spread_of(stepped, ordered=True).between < 3 * spread_of(groups, ordered=True).between
     assert isinstance(spread_of(groups), Spread)
 
@@ -164,6 +168,17 @@ def test_a_rate_is_judged_as_the_time_it_stands_for(before: list[float], after: 
     assert as_rate.ratio == pytest.approx(as_time.ratio)
 
 
+def test_the_interval_is_as_wide_as_the_noise_of_the_test_makes_it() -> None:
+    pair = Pair((0.99, 1.0, 1.0, 1.0, 1.01), (1.19, 1.2, 1.2, 1.2, 1.21))
+    days = Spread(within=1e-4, within_freedom=20, between=5 * 0.05**2, between_freedom=3)
+    (found,) = compare([pair], [days])
+    reach = math.exp(stats.t.ppf(0.975, 3) * math.sqrt(5 * 0.05**2 * 2 / 5))
+    assert (found.ratio, found.low, found.high) == pytest.approx((1.2, 1.2 / reach, 1.2 * reach), rel=1e-3)
+    assert found.p_value > 0.05 and found.low is not None and found.low < 1
+    (rate,) = compare([Pair(pair.after, pair.before, higher_is_better=True)], [days])
+    assert (rate.low, rate.high) == pytest.approx((found.low, found.high))
+
+
 def test_the_exact_interval_holds_its_promise_over_every_split_of_ten_values() -> None:
     values = np.exp(np.arange(10) * 0.1)
     missed = 0
@@ -183,15 +198,28 @@ def test_the_exact_interval_holds_its_promise_over_every_split_of_ten_values() -
         ([10, 10, 12], 12, 0),  # it has not come back
         ([10, 10.4, 10, 12, 10], 13, 0),  # less slow, and no more than chance
         ([10, 12, 10], 9, 0),  # faster is no alarm
+        ([[10] * 5, [12] * 2, [10] * 5], 12, 0),  # two slow launches are no day
+        ([[10] * 5, [12] * 2, [12], [10] * 5], 12, 2),
         ([], 12, 0),
     ],
 )
 def test_days_as_slow_as_the_newest_count_where_they_were_few_and_came_back(
-    levels: list[float], after: float, found: int
+    levels: list[float | list[float]], after: float, found: int
 ) -> None:
-    groups = [[level] * 5 for level in levels]
+    groups = [level if isinstance(level, list) else [level] * 5 for level in levels]
     base = [10.0] * 5 if levels else []
     assert returns(groups, base, [after] * 5, 0.02**2, 20) == found
-    turned = [[1 / level] * 5 for level in levels]
+    turned = [[1 / level for level in group] for group in groups]
     rates = returns(turned, [1 / value for value in base], [1 / after] * 5, 0.02**2, 20, higher_is_better=True)
     assert rates == found
+
+
+def test_days_are_counted_and_not_the_commits_launched_on_them() -> None:
+    def found(days: list[str], own_days: int = 1) -> int:
+        groups = [[10.0] * 5, *[[12.0] * 5] * 5, [10.0] * 5]
+        named = [{"a"}, *({day} for day in days), {"z"}]
+        return returns(groups, [10.0] * 5, [12.0] * 5, 0.02**2, 20, days=named, own_days=own_days)
+
+    assert found(list("bbbbb")) == found(list("bbccd")) == 5
+    assert found(list("bbcde")) == 0, "four days are a level"
+    assert (found(list("bbbbb"), 3), found(list("bbbbb"), 4)) == (5, 0), "and so are four that are judged"

@@ -13,7 +13,8 @@ from relaymeter.errors import InputError, NothingMeasured
 from relaymeter.harness.track import judge_history
 from relaymeter.harness.track.changes import change_points
 from relaymeter.harness.track.judge import check_history
-from relaymeter.harness.track.records import LaunchRecord
+from relaymeter.harness.track.records import CaseRecord, LaunchRecord
+from relaymeter.harness.track.row_texts import remark
 from relaymeter.harness.track.sides import values_of
 from relaymeter.harness.track.verdicts import Check, Row
 
@@ -25,6 +26,11 @@ def row(check: Check, metric: str = "move_s", name: str = "tp2") -> Row:
 
 def exact(values: Mapping[str, int | str]) -> LaunchRecord:
     return launch(case(exact=values, samples={}))
+
+
+def counted(*values: int) -> list[LaunchRecord]:
+    """A history of one launch a commit, by its messages."""
+    return [replace(exact({"messages": value}), commit=f"{at:02x}" * 20) for at, value in enumerate(values)]
 
 
 def newest(bases: Sequence[float], **options: object) -> Check:
@@ -292,9 +298,6 @@ def test_launches_of_another_machine_do_not_stand_in_where_this_one_has_a_baseli
 
 
 def test_an_exact_metric_in_a_history_fails_at_its_commit_and_is_a_note_after_it() -> None:
-    def counted(*values: int) -> list[LaunchRecord]:
-        return [replace(exact({"messages": value}), commit=f"{at:02x}" * 20) for at, value in enumerate(values)]
-
     found = row(check_history(counted(12, 12, 14), against="history"), "messages")
     assert (found.verdict, found.before, found.after, found.text) == (
         "regression",
@@ -335,7 +338,131 @@ def test_a_base_that_lost_bits_is_no_baseline_and_no_fault_of_the_newest_commit(
     assert check.exit_code(warn_only=False) == 0
     assert row(check).launches_before == 10
     assert check.notes[0] == "tp2: 7 of 8 digests matched in 5 of 15 launches of the base: left out"
-    alone = check_history([*lost, *history[5:10]], against="0000")
-    assert alone.exit_code(warn_only=False) == 5
     newest_lost = [*history[5:], *(replace(one, commit="ff" * 20) for one in lost)]
     assert check_history(newest_lost, against="history").exit_code(warn_only=True) == 6
+
+
+@pytest.mark.parametrize("against", ["history", "0000"])
+@pytest.mark.parametrize("others", [(), (case("other"),)], ids=["alone", "among others"])
+def test_times_that_were_measured_only_with_wrong_bits_before_are_undecided(
+    against: str, others: Sequence[CaseRecord]
+) -> None:
+    first, second = (
+        [replace(one, cases=(replace(one.cases[0], digest_passed=passed), *others)) for one in launches]
+        for passed, launches in ((1, side(0.01, commit="0")), (8, side(0.02, commit="1")))
+    )
+    check = check_history([*first, *second], against=against)
+    assert (row(check).verdict, check.exit_code(warn_only=True)) == ("inconclusive", 4)
+    assert row(check).text == "the base's bits were wrong in every launch: its times do not count"
+    assert {row(check, "messages").verdict, row(check, "digest").verdict} == {"ok"}
+    assert check.notes == ("tp2: 1 of 8 digests matched in 5 of 5 launches of the base: left out",)
+    exact_only = check_history([*first, *second], against=against, exact_only=True)
+    assert exact_only.exit_code(warn_only=False) == 0
+
+
+def test_what_the_scatter_of_the_commits_hides_is_not_called_ok() -> None:
+    levels = [0.01 * level for level in (1, 0.98, 1.02, 0.97, 1.01)]
+    found = row(newest([*levels, 0.012]))
+    assert found.verdict == "inconclusive"
+    assert found.text.startswith("a slow-down of ") and "is not excluded: 1.2" in found.text
+    assert found.ratio_low is not None and found.ratio_low < 1, "the interval says what the test says"
+
+
+def test_each_change_within_the_window_is_judged_and_the_worst_decides() -> None:
+    improved = [*commit_launches([0.01] * 10 + [0.008] * 3), *side(0.016, 3, commit="f")]
+    found = row(check_history(improved, against="history", window=5))
+    assert (found.verdict, found.launches_before, found.launches_after) == ("inconclusive", 15, 3)
+    assert "2x slower" in found.text
+    found = row(newest([0.01] * 6 + [0.02] * 2 + [0.017], window=5))
+    assert (found.verdict, found.launches_before, found.launches_after) == ("regression", 30, 5)
+    assert found.text.startswith("1.70x slower since 060606060 (2 commits ago), 95 % ")
+    found = row(newest([0.02] * 6 + [0.01] * 2 + [0.012], window=5))
+    assert found.verdict == "regression", "as with a window of one: what was gained is lost in part"
+    assert row(newest([0.01] * 6 + [0.012] * 4 + [0.01], window=6)).verdict == "regression", "four days, then mended"
+    assert row(newest([0.01] * 6 + [0.012] * 3 + [0.01], window=6)).verdict == "improvement", "a slow day that is over"
+    for window in (1, 5):
+        assert row(newest([0.01] * 8, window=window)).verdict == "ok"
+
+
+def test_each_change_of_an_exact_metric_within_the_window_is_judged() -> None:
+    found = row(check_history(counted(12, 20, 16), against="history", window=5), "messages")
+    assert (found.verdict, found.text) == ("regression", "4 more, +33.3% since 010101010 (1 commit ago)")
+    found = row(check_history(counted(12, 10, 12), against="history", window=5), "messages")
+    assert (found.verdict, found.text) == ("regression", "2 more, +20% since 020202020")
+    found = row(check_history(counted(12, 14, 12), against="history", window=5), "messages")
+    assert (found.verdict, found.text) == ("regression", "2 more, +16.7% since 010101010 (1 commit ago)")
+    assert row(check_history(counted(12, 12, 12), against="history", window=5), "messages").verdict == "ok"
+
+
+def test_a_commit_is_named_only_where_it_is_separated_from_those_beside_it() -> None:
+    said = {}
+    for slow in range(1, 6):
+        bases = [0.01 * factor for factor in STEADY * 2] + [0.013] * slow
+        said[slow] = row(check_history(commit_launches(bases, 1), against="history", window=5))
+    assert {slow: one.verdict for slow, one in said.items() if slow > 3} == {4: "regression", 5: "regression"}
+    assert "ok" not in {one.verdict for one in said.values()}
+    assert " slower among the newest 5 commits, 95 % " in said[4].text
+    assert f" slower since {f'{24:02x}' * 4}1 (4 commits ago), 95 % " in said[5].text
+    assert remark(said[4]) == "among the newest 5 commits"
+    between = newest([0.01] * 6 + [0.010475] + [0.011] * 3, window=5)
+    assert " slower among the newest 4 commits, 95 % " in row(between).text
+
+
+def dated(launches: Sequence[LaunchRecord], days: Sequence[int]) -> list[LaunchRecord]:
+    """Commits of five launches, each on a day of January."""
+    return [replace(one, utc=f"2026-01-{days[at // 5]:02}T00:00:00Z") for at, one in enumerate(launches)]
+
+
+def test_a_slow_day_of_many_commits_is_one_day_and_slow_commits_of_many_days_are_a_level() -> None:
+    once = [0.01] * 6 + [0.012] * 5 + [0.01] * 6
+    again = commit_launches([*once, 0.012])
+    assert row(check_history(dated(again, [1] * 6 + [2] * 5 + [3] * 6 + [4]), against="history")).verdict == (
+        "inconclusive"
+    )
+    assert row(check_history(dated(again, range(1, 19)), against="history")).verdict == "regression"
+    day = [0.01] * 8 + [0.012] + [0.01] * 11
+    said = [row(newest([*day, *[0.012] * slow], window=15)).verdict for slow in (1, 2, 3, 4, 8, 12)]
+    assert said == ["inconclusive"] * 3 + ["regression"] * 3
+    for sessions, verdict in ((1, "inconclusive"), (3, "inconclusive"), (4, "regression")):
+        judged = [replace(one, commit="f" * 40, session_id=f"{at}") for at in range(sessions) for one in side(0.012)]
+        check = check_history([*commit_launches(day), *judged], against="history")
+        assert row(check).verdict == verdict
+    single = [*commit_launches([0.01] * 8), *side(0.0135, 1, commit="e"), *commit_launches([0.01] * 20)[40:]]
+    assert row(check_history([*single, *side(0.013, commit="f")], against="history")).verdict == "regression"
+
+
+def test_two_commits_that_differ_by_what_days_do_raise_no_alarm() -> None:
+    assert row(newest([0.01, 0.0106])).verdict != "regression"
+    assert row(newest([0.01, 0.01, 0.0106])).verdict != "regression"
+    named = [row(check_history(commit_launches([0.01, base]), against="0000")) for base in (0.0106, 0.012)]
+    assert [one.verdict for one in named] == ["ok", "regression"]
+    assert named[0].p_value == row(newest([0.01, 0.0106])).p_value
+    assert row(newest([0.01] * 12 + [0.0106])).verdict == "regression", "these commits do not scatter"
+
+
+def committed(order: Sequence[int], levels: Mapping[int, float], unknown: int = -1) -> list[LaunchRecord]:
+    """Commits by the day on which each was committed, in the order in which they were launched."""
+    return [
+        replace(one, commit=f"{day:02x}" * 20, commit_utc=None if day == unknown else f"2026-01-{day:02}T00:00:00Z")
+        for day in order
+        for one in side(levels.get(day, 0.01))
+    ]
+
+
+def test_a_commit_that_was_launched_late_stands_where_it_was_committed() -> None:
+    slow = dict.fromkeys(range(7, 10), 0.013)
+    late = committed([1, 2, 3, 4, 5, 7, 6, 8], slow)
+    check = check_history(late, against="history")
+    assert (check.exit_code(warn_only=False), row(check).verdict) == (0, "ok"), "8 is as slow as 7"
+    assert check.notes == (
+        "060606060 was launched after 070707070, which is the newer commit: commits are in the order in which they "
+        "were committed",
+        "tp2: move_s is 1.30x slower since 070707070 (1 commit ago): not this commit's change",
+    )
+    found = row(check_history(late, against="history", commit="0707"))
+    assert (found.verdict, found.launches_before) == ("regression", 30)
+    assert [change.label for change in change_points(late)] == ["070707070"]
+    check = check_history(committed([1, 2, 3, 4, 5, 7, 6, 8], slow, unknown=2), against="history")
+    assert "order of the file, as not all launches say" in check.notes[0]
+    assert row(check).verdict == "inconclusive", "6 came back, so that 7 may have been a slow day"
+    assert check_history(committed(range(1, 7), {}), against="history").notes == ()

@@ -415,3 +415,15 @@ def test_otava_gets_a_line_for_each_whole_launch_of_the_newest_setting() -> None
     config = exports.otava_config(launches, "track.csv")
     assert '"weights/moved_bytes_per_s":' in config and config.count("direction: -1") == 2
     assert exports.otava_csv([]) == "time,commit,version,session,launch\n"
+
+
+def test_no_cell_of_the_csv_is_a_formula_and_the_configuration_names_the_same_columns() -> None:
+    moved = CaseRecord(name="=cmd|'/C calc'!A0", exact={}, samples={"move_s": (1.0,)}, digest_passed=1, digest_total=1)
+    launch = LaunchRecord(
+        utc="2026-01-01T00:00:00Z", session_id="@s", launch=1, machine_id="m", config_hash="c", suite="ci",
+        version="+1", commit="-2", commit_utc=None, dirty=False, cases=(moved,),
+    )  # fmt: skip
+    header, line = csv.reader(io.StringIO(exports.otava_csv([launch], mismatch=("=m",))))
+    assert header[-1] == "\\x3dcmd|'/C calc'!A0/move_s"
+    assert line[1:6] == ["\\x2d2", "\\x2b1", "\\x40s", "1", "\\x3dm"]
+    assert json.dumps(header[-1]) in exports.otava_config([launch], "track.csv")

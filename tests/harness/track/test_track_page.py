@@ -134,6 +134,20 @@ def test_a_change_of_an_exact_metric_is_a_change_in_every_list() -> None:
     assert "\u25c6 other bits" in page(other, [])
 
 
+def test_exact_metrics_change_where_a_check_says_so() -> None:
+    def at(commit: int, value: int, *, dirty: bool = False, ok: bool = True) -> LaunchRecord:
+        one = launch(commit, ok=ok)
+        return replace(one, dirty=dirty, cases=(replace(one.cases[0], exact={"bytes_total": value}),))
+
+    odd = [at(1, 3), at(1, 4, dirty=True), at(2, 3), at(3, 5, ok=False), at(4, 3)]
+    (view,) = settings_of(odd, [], most_spots=100)[0].cases[0].exact
+    assert (view.now, view.changes) == ((3,), ())
+    (only,) = settings_of(odd[1:2], [], most_spots=100)[0].cases[0].exact
+    assert (only.now, only.changes) == ((4,), ())
+    found = page([at(1, 4), at(2, 3)], [])
+    assert '<span class="tag worse">\u25bc -25%</span>' in found, "half of a destination is no gain"
+
+
 def test_things_are_counted_in_the_singular_and_plural() -> None:
     both = [change(4), change(4, metric="plan_s")]  # of one case at one commit: one change
     facts = re.findall("<li>(.*?)</li>", page(history(), both))

@@ -133,6 +133,8 @@ def take_pairs(
             print(f"relaymeter: {what}: {kept}", file=sys.stderr, flush=True)
         else:
             code, what = stop.exit_code, str(stop).partition("\n")[0].removesuffix(":")
+            if code == EXIT_TIME_LIMIT and pairs.limit_s is not None:
+                what = f"the time limit of {pairs.limit_s:g} s; a larger --time-limit takes the rest"
             if before and after:
                 print(f"relaymeter: {shown(str(stop))}", file=sys.stderr, flush=True)
         if not (before and after):

@@ -198,6 +198,12 @@ def _report(args: argparse.Namespace, compared: Compared, out: emit.Output) -> i
 
     found = compared.check
     code = compared.exit_code(found.exit_code(warn_only=args.warn_only, undecided_ok=args.undecided_ok))
+    strict = compared.exit_code(found.exit_code(warn_only=False))
+    if strict != code:
+        asked = " ".join(
+            name for name in ("--warn-only", "--undecided-ok") if getattr(args, name[2:].replace("-", "_"))
+        )
+        found = replace(found, notes=(f"exit code {code} in place of {strict}: {asked}", *found.notes))
     for line in terminal.lines(found):
         out.say(line)
     for table in terminal.tables(found):
@@ -207,14 +213,16 @@ def _report(args: argparse.Namespace, compared: Compared, out: emit.Output) -> i
         write_text(getattr(args, name), text, force=args.force)
 
     judged = compared.after[-1] if compared.after else None
+    # why: what was not judged, of short launches, is no point of a series
+    told = exports.untimed if args.exact_only else list
     failed = write_all(
         args,
         {
             "junit": lambda: written("junit", junit(found)),
             "markdown": lambda: written("markdown", markdown.comment(found)),
             "action_benchmark": lambda: written("action_benchmark", exports.action_benchmark(found)),
-            "hud": lambda: written("hud", exports.hud(found, compared.after)),
-            "otava": lambda: written("otava", exports.otava_csv(compared.launches, judged, found.mismatch)),
+            "hud": lambda: written("hud", exports.hud(found, told(compared.after))),
+            "otava": lambda: written("otava", exports.otava_csv(told(compared.launches), judged, found.mismatch)),
             "json": lambda: out.json(_document(found, code)),
         },
     )

@@ -83,7 +83,7 @@ class LaunchPairs:
         self._sides, self._keep = sides, keep
         self._options = ["--suite", str(suite_file.resolve())]
         self._options += [word for name in cases for word in ("--case", name)]
-        self._limit_s = time_limit_s
+        self.limit_s = time_limit_s
         self._fault = [] if fault is None else ["--fault", fault]
         self._launch = launch or launch_side
         self._sessions = (secrets.token_hex(4), secrets.token_hex(4))
@@ -104,9 +104,9 @@ class LaunchPairs:
 
     def _limit(self, launches: int) -> list[str]:
         """What is left of the time, for the next launch."""
-        if self._limit_s is None:
+        if self.limit_s is None:
             return []
-        left = self._limit_s - (time.monotonic() - self._began)
+        left = self.limit_s - (time.monotonic() - self._began)
         if left < 1:
             done = f"{len(self.launches[0])} before and {len(self.launches[1])} after"
             raise OutOfTime(f"time limit: {done} of {launches} launches a side were measured")

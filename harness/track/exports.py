@@ -27,6 +27,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from relaymeter import __version__
@@ -35,7 +36,7 @@ from relaymeter.harness.track.row_texts import number, ratio_text, stamps, visib
 from relaymeter.harness.track.verdicts import Check, Row
 from relaymeter.records import dump_json
 
-__all__ = ["action_benchmark", "hud", "otava_config", "otava_csv"]
+__all__ = ["action_benchmark", "hud", "otava_config", "otava_csv", "untimed"]
 
 _ATTRIBUTES = ("commit", "version", "session", "launch")
 #: What a spreadsheet takes for the beginning of a formula.
@@ -144,6 +145,11 @@ def _hud_record(check: Check, key: tuple[str, str], values: list[float | int], r
         "model": {"name": visible(case), "type": "move", "origins": [visible(check.suite)]},
         "metric": {**metric, "extra_info": extra},
     }
+
+
+def untimed(launches: Sequence[LaunchRecord]) -> list[LaunchRecord]:
+    """The launches without their times."""
+    return [replace(launch, cases=tuple(replace(case, samples={}) for case in launch.cases)) for launch in launches]
 
 
 def _values(case: CaseRecord) -> dict[str, float | int]:

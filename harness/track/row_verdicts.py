@@ -92,7 +92,7 @@ def _judge(row: Timed, *, level: float, at_least: float, rows: int, hint: str) -
     if fewest < MIN_LAUNCHES:
         return "inconclusive", (
             f"{counted(fewest, 'launch').replace('launchs', 'launches')} on a side can never decide, {MIN_LAUNCHES} "
-            f"are needed: {_change_text(row)} so far: {hint}"
+            f"are needed: {_change_text(row)} so far"
         )
     if row.doubt and found.p_value < SUSPECT and found.ratio > at_least:
         return "inconclusive", f"{_whole_text(row)}: {row.doubt}"

@@ -188,7 +188,12 @@ def test_times_of_another_machine_are_refused_in_a_report_that_is_written(tmp_pa
     suite = ElementTree.parse(tmp_path / "j").getroot()
     assert (len(list(suite.iter("testcase"))), len(list(suite.iter("skipped")))) == (3, 1)
     assert main([*asked, "--force", "--undecided-ok"]) == 0
-    assert main([*asked, "--force", "--exact-only"]) == 0
+    files = {name: tmp_path / name for name in ("hud", "otava")}
+    exports = [text for name, file in files.items() for text in (f"--{name}", str(file))]
+    assert main([*asked, "--force", "--exact-only", *exports]) == 0
+    for file in files.values():  # times that were not judged are no points of a series
+        text = file.read_text(encoding="utf-8")
+        assert "messages" in text and "move_" not in text
 
 
 @pytest.fixture

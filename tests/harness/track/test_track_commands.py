@@ -167,12 +167,15 @@ def test_without_a_history_or_a_baseline_a_check_does_not_pass(
     ids=["equal", "slower", "more messages", "other bits", "wrong bits", "another machine"],
 )
 def test_exit_codes_and_what_warn_only_makes_of_them(
-    after: list[LaunchRecord], code: int, warned: int, tmp_path: Path
+    after: list[LaunchRecord], code: int, warned: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = _kept(tmp_path / "h.jsonl", _side("a", 1.0), after)
     asked = ["track", "check", "--history", path, "--against", "aaaa"]
     assert main(asked) == code
+    assert "in place of" not in capsys.readouterr().out
     assert main([*asked, "--warn-only"]) == warned
+    said = f"note: exit code {warned} in place of {code}: --warn-only"
+    assert (said in capsys.readouterr().out) is (code != warned)
 
 
 def test_every_report_is_written_of_one_check(

@@ -115,7 +115,7 @@ def test_three_launches_never_decide_and_say_how_many_do() -> None:
     check = ab(side(0.01, 3), side(0.1, 3))
     found = row(check)
     assert found.verdict == "inconclusive"
-    assert found.text.startswith("3 launches on a side can never decide, 5 are needed: 10x slower, +900% so far: ")
+    assert found.text.startswith("3 launches on a side can never decide, 5 are needed: 10x slower, +900% so far")
     assert check.exit_code(warn_only=False) == 4
     one = row(ab(side(0.01, 5), side(0.1, 1)))
     assert one.text.startswith("1 launch on a side can never decide")

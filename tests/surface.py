@@ -12,7 +12,8 @@ SURFACE = {
     "compare": {"--scenario", "--change", "--paths", "--storage", "--launches", "--journal", "--work", "--results"}
     | {"--profile"} | RANKS | OUTPUT,
     "doctor": {"--strict"} | OUTPUT,
-    "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"} | PRICING | OUTPUT,
+    "plan": {"--topology", "--nic-per", "--profile", "--planner", "--executor", "--out"}
+    | {"--model", "--from", "--from-ranks", "--to"} | PRICING | OUTPUT,
     "run": {
         "--suite", "--plan", "--change", "--profile", "--planner", "--executor", "--max-extra", "--repeats",
         "--move-limit", "--allow-mismatch", "--plot", "--results", "--simulate",

@@ -20,6 +20,7 @@ from relaymeter.relayout.topology import Topology
 from surface import HIDDEN, SURFACE
 
 PLAN = ["plan", "--scenario", "smoke", "--topology", "2x2"]
+MODEL = ["plan", "--model", "model", "--topology", "2x2"]
 CHOOSE = ["choose", "--scenario", "smoke", "--profile"]
 OLD_MOVE = [
     "run", "--scenario", "transitions", "--nodes", "2", "--ranks-per-node", "4", "--max-extra", "2MiB", "--move",
@@ -120,6 +121,27 @@ BAD = {
         "hubs.toml: [[moves]] number 2, unknown key 'hubs': valid: from, from_lost_ranks, from_nodes, from_replicas, "
         "from_tensor_parallel, kind, layout, name, nodes, only_ranks, replicas, tensor_parallel",
     ),
+    "a model and a scenario": ([*PLAN, "--model", "x"], "argument --model: not allowed with argument --scenario"),
+    "neither a model nor a scenario": (PLAN[:1] + PLAN[3:], "one of the arguments --scenario --model is required"),
+    "a destination of a scenario": ([*PLAN, "--to", "tp=2"], "--to goes with --model: a scenario says itself where"),
+    "a model without a trainer": (MODEL, "--model needs --from: for example --from ds_train.json"),
+    "a model without a destination": (
+        [*MODEL, "--from", "ds.json"], "--model needs --to: for example --to tp=4,replicas=2",
+    ),
+    "a bad destination": ([*MODEL, "--from", "ds.json", "--to", "tp=x"], "'tp=x' is no whole number of at least 1"),
+    "a move of a model": (
+        [*MODEL, "--from", "ds.json", "--to", "tp=2", "--move", "tp2"],
+        "--move does not go with --model: it has one move",
+    ),
+    "a plan file of a model": (
+        [*MODEL, "--from", "ds.json", "--to", "tp=2", "--out", "o.json"],
+        "--out does not go with --model: run --plan runs",
+    ),
+    "a plan over its DeepSpeed config": (
+        [*MODEL, "--from", "ds.json", "--to", "tp=2", "--json", "./ds.json", "--force"],
+        "--json ./ds.json would replace the file that --from reads: choose another name",
+    ),
+    "no DeepSpeed config": ([*MODEL, "--from", "no.json", "--to", "tp=2"], "cannot read DeepSpeed config no.json"),
     "bad topology": ([*PLAN[:-1], "2by2"], "topology '2by2' is not NODESxRANKS_PER_NODE"),
     "bad rate": (["calibrate", "--out", "p.json", "--nic", "fast"], "'fast' is not a network rate"),
     "bad count": (["calibrate", "--out", "p.json", "--nodes", "0"], "'0' is not a whole number of at least 1"),

@@ -42,6 +42,7 @@ PURE = (
     *(f"harness/report_{name}" for name in ("moves", "plots", "sources", "states", "tables")),
     *(f"harness/{name}" for name in ("commands_track", "commands_track_check", "options_track")),
     *(f"harness/{name}" for name in ("commands_doctor", "options_doctor")),
+    *(f"harness/inputs/{path.stem}" for path in sorted((ROOT / "harness/inputs").glob("*.py"))),
     *(f"harness/doctor/{path.stem}" for path in sorted((ROOT / "harness/doctor").glob("*.py"))),
     *(
         f"harness/track/{path.stem}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from relaymeter.errors import EXIT_WRONG_BITS
+from relaymeter.harness.bench_planning import SMALL
 from relaymeter.harness.bench_report import Figure, Found, PartFailed, Say, pair_text
 from relaymeter.harness.models import Qwen3Geometry, tensor_parallel_cuts, weight_specs
 from relaymeter.relayout.block_sums import LOW_WEIGHTS, add_boxes, block_count, word_box
@@ -23,11 +24,6 @@ from relaymeter.units import format_bytes, format_rate, format_seconds
 
 __all__ = ["device"]
 
-#: Qwen3-0.6B.
-FULL = Qwen3Geometry(
-    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
 TINY = Qwen3Geometry(
     hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
     head_dim=32, vocab_size=512, tie_word_embeddings=True,
@@ -190,7 +186,7 @@ def device(say: Say, tiny: bool = False) -> Found:
         say("no CUDA device here: nothing to measure")
         return [], []
     here = torch.device("cuda", torch.cuda.current_device())
-    geometry, repeats = (TINY, 2) if tiny else (FULL, 25)
+    geometry, repeats = (TINY, 2) if tiny else (SMALL, 25)
     say(f"on {torch.cuda.get_device_name(here)}")
     figures = [_small(here, repeats)]
     weights = _weights(geometry, "bfloat16", here)

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from relaymeter.errors import InputError
 from relaymeter.relayout.announce import Assembly
 from relaymeter.relayout.engine_layout import build_layout
-from relaymeter.relayout.engines import describe_engine, weights_storage
+from relaymeter.relayout.engines import weights_storage
 from relaymeter.relayout.heartbeat import Heartbeat
 from relaymeter.relayout.layout import Layout
 from relaymeter.relayout.storages import new_storages, shard_view
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.transport import control_device
-from relaymeter.relayout.weight_sync import RouteChoice, SyncOptions, SyncTiming, WeightSync, changes_of
+from relaymeter.relayout.weight_sync import RouteChoice, SyncOptions, SyncTiming, WeightSync, changes_of, described
 
 __all__ = ["Sync"]
 
@@ -171,9 +171,5 @@ class Sync:
         self.storages = ranks.attempt(lambda: {} if engine is None else weights_storage(engine))
 
     def _describe(self, ranks: Assembly) -> dict[str, Any]:
-        engine = self._destination
-        mine = ranks.attempt(lambda: None if engine is None else describe_engine(engine))
-        found: dict[str, Any] | None = ranks.announce(mine, "the destination's weights")
-        if found is None:
-            raise InputError("no rank gave a destination: a layout on every rank, or an engine on those that hold it")
-        return found
+        none = "no rank gave a destination: a layout on every rank, or an engine on those that hold it"
+        return described(self._destination, "the destination's weights", none, ranks)

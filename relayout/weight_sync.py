@@ -35,7 +35,7 @@ from relaymeter.relayout.source_digest import expected_digest
 from relaymeter.relayout.topology import Topology
 from relaymeter.relayout.transport import Waiter, connect_all
 
-__all__ = ["RouteChoice", "SyncOptions", "SyncTiming", "WeightSync", "changes_of"]
+__all__ = ["RouteChoice", "SyncOptions", "SyncTiming", "WeightSync", "changes_of", "described"]
 
 _SHOWN = 3
 
@@ -149,11 +149,8 @@ class WeightSync:
         self._mover = None
 
     def _describe(self, ranks: Assembly) -> dict[str, Any]:
-        mine = ranks.attempt(lambda: None if self.trainer is None else describe_engine(self.trainer))
-        found: dict[str, Any] | None = ranks.announce(mine, "the trainer's weights")
-        if found is None:
-            raise InputError("no rank gave a trainer: the ranks that hold its engine hand it in, the others None")
-        return found
+        none = "no rank gave a trainer: the ranks that hold its engine hand it in, the others None"
+        return described(self.trainer, "the trainer's weights", none, ranks)
 
     def plan(self, destination: Layout, casts: Mapping[str, str]) -> None:
         """Plan from the trainer, as it was read last, into ``destination``. Pure; raises LayoutError as plan_move."""
@@ -249,6 +246,16 @@ class WeightSync:
             found = digest_layout(new, self._rank, target, replicas=True)
             compare(expected, found).raise_for_mismatch()
         return SyncTiming(timing, digested - begin + time.perf_counter() - moved, True)
+
+
+def described(engine: Any | None, what: str, none: str, ranks: Assembly) -> dict[str, Any]:
+    """``describe_engine`` of the ranks that hold the engine, on all of them. Collective. Raises InputError, ``none``,
+    on every rank where no rank holds one, PlanDisagreement where they tell different things of ``what``."""
+    mine = ranks.attempt(lambda: None if engine is None else describe_engine(engine))
+    found: dict[str, Any] | None = ranks.announce(mine, what)
+    if found is None:
+        raise InputError(none)
+    return found
 
 
 def changes_of(planned: Mapping[str, Any], found: Mapping[str, Any]) -> str:

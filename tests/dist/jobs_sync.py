@@ -39,7 +39,9 @@ def follows(seat: Seat) -> dict[str, Any]:
     settings = {"topology": Topology.grid(2, 2), "options": SyncOptions(verify_every=2)}
     sync = relaymeter.Sync(bench.engine, copies, policy=Relayed(), **settings)
     places, schedule = [line.data_ptr() for line in sync.storages.values()], sync.schedule
-    found: dict[str, Any] = {"verified": [], "wrong": [], "routes": sync.schedule.messages("all-to-all") > 0}
+    direct = relaymeter.Sync(bench.engine, copies, **settings).schedule
+    found: dict[str, Any] = {"verified": [], "wrong": []}
+    found["relayed"] = [sync._sync._executor, sync.schedule.bytes_cross_node < direct.bytes_cross_node]
     for step in range(3):
         bench.train()
         found["verified"].append(sync(step).verified)

@@ -16,7 +16,8 @@ def test_copies_and_engines_follow_a_trainer(ranks: Any) -> None:
     found = ranks(4).call("jobs_sync:follows", limit_s=100.0)
     for rank, each in enumerate(found):
         assert each["verified"] == [True, False, True]
-        assert each["wrong"] == [] and each["once"] and each["routes"] and each["addresses"]
+        assert each["wrong"] == [] and each["once"] and each["addresses"]
+        assert each["relayed"] == ["all-to-all", True]  # as the policy says: a norm crosses once for two ranks
         assert each["shape"] == [32, 25]
         assert "holds nothing of weight no.such" in each["nothing"]
         assert "the ranks are at different steps, by rank: [0, 1, 2, 3]" in each["apart"]
